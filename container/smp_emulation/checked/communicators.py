@@ -147,6 +147,30 @@ class Communicator(dist.ProcessGroupGloo):
 
         return self.start(what, self.channel(number, ()), (sent, received), job, result)
 
+    def exchange_parts(self, received: torch.Tensor, sent: torch.Tensor, given: Sequence[int]) -> StreamCollective:
+        """Start an all-to-all in parts of different sizes: rows of ``sent`` for each rank, and of ``received`` from each."""
+        number = self.device_of([sent, received])
+        (give,), (into,) = self.elements([sent]), self.elements([received])
+        asked = Asked(f"all_to_all_single in parts of {sent.dtype}", self.identity_of(number), find_site())
+        counts = list(given) or [len(give) // self._count] * self._count
+
+        def job() -> None:
+            headers = self._gathered(asked.packed())
+            self._compare([Asked.unpacked(header) for header in headers])
+            sizes = [each.tolist() for each in self._gathered(torch.tensor(counts))]
+            flat = give.new_zeros(max(map(sum, sizes)), *give.shape[1:])
+            flat[: len(give)] = give
+            if not flat.numel():
+                return
+            everyone = self._gathered(flat.reshape(-1).view(torch.uint8))
+            parts = [
+                each.view(flat.dtype).view(flat.shape).split([*size, len(flat) - sum(size)])[self._mine]
+                for each, size in zip(everyone, sizes, strict=True)
+            ]
+            into.copy_(torch.cat(parts))
+
+        return self.start("all_to_all_single", self.channel(number, ()), ([sent], [received]), job, [received])
+
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start sending a message to one rank."""
         number = self.device_of(tensors)

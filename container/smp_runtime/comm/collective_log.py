@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from smp_records.rank_record import Notes
-    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.comm.collectives import Collectives, Sizes, Work
 
 _NAMES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -65,11 +65,24 @@ class LoggedCollectives:
         """See :class:`Collectives`."""
         return self._watched("all_gather", full, group, lambda: self._inner.all_gather(full, shard, group))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
+    ) -> Work:
         """See :class:`Collectives`."""
-        return self._watched("all_to_all", sent, group, lambda: self._inner.all_to_all(received, sent, group))
+        if sizes is None:
+            return self._watched("all_to_all", sent, group, lambda: self._inner.all_to_all(received, sent, group))
+        # Each member sends a number of its own, so that 0 stands for all: members are compared by it.
+        start = lambda: self._inner.all_to_all(received, sent, group, sizes)  # noqa: E731
+        return self._watched("all_to_all", sent, group, start, elements=0)
 
-    def _watched(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, start: Callable[[], Work]) -> Work:
+    def _watched(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        start: Callable[[], Work],
+        elements: int | None = None,
+    ) -> Work:
         known = self._groups.get(id(group))
         if known is None:
             members = tuple(dist.get_process_group_ranks(group))
@@ -80,7 +93,8 @@ class LoggedCollectives:
         dtype = tensor.dtype
         if (kind := self._dtypes.get(dtype)) is None:
             kind = self._dtypes[dtype] = self._notes.text(str(dtype).removeprefix("torch."))
-        position = self._notes.collective(self._names[name], known.members, known.begun, tensor.numel(), kind)
+        elements = tensor.numel() if elements is None else elements
+        position = self._notes.collective(self._names[name], known.members, known.begun, elements, kind)
         return _LoggedWork(start, self._notes, position)
 
 

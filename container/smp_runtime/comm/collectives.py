@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ compared_bytes: float = 2**20
 
 #: Apart from the messages of scripts that use the same groups.
 _GATHER_TAG = 2**20
+
+
+#: By member, elements of the part that comes from it, and of the part for it.
+Sizes: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 class Work(Protocol):
@@ -69,8 +73,14 @@ class Collectives(Protocol):
         """Put every member's ``shard`` into ``full``, in group order; ``shard`` may be this member's part of it."""
         ...
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """Give each member its part of ``sent``, ``[sent.numel() / size]``; ``received`` has one from each, in order."""
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
+    ) -> Work:
+        """Give each member its part of ``sent``, ``[sent.numel() / size]``; ``received`` has one from each, in order.
+
+        Args:
+            sizes: elements of the part from each member, and of the part for each; None for equal parts.
+        """
         ...
 
 
@@ -123,8 +133,13 @@ class TorchCollectives:
             parts[mine].copy_(shard)
         return _AllOf(works)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
+    ) -> Work:
         """See :class:`Collectives`."""
+        if sizes is not None:  # a member without a part to send may have one to receive
+            arriving, leaving = map(list, sizes)
+            return _started(dist.all_to_all_single(received, sent, arriving, leaving, group, async_op=True))
         if not sent.numel():
             return NOTHING
         return _started(dist.all_to_all_single(_on_wire(received), _on_wire(sent), group=group, async_op=True))

@@ -37,6 +37,9 @@ from smp_runtime.errors import SMPRuntimeError
 #: The oldest and the newest release that all tests of the runtime run with. setup.cfg lists the limits of older ones.
 TESTED = ("2.8", "2.15")
 
+_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_ATTENTION = tuple(f"_scaled_dot_product_{kind}{way}" for kind in _FUSED for way in ("", "_backward"))
+
 #: Private names that other files use directly, by their owner.
 IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # Contents of a module. named_parameters and similar methods read these dictionaries.
@@ -53,7 +56,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # One kernel for many tensors; torch.optim is written with these.
     "torch": ("_foreach_add_", "_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
     # Operators. Their names are part of the format of exported programs.
-    "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag", "_to_copy"),
+    "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag", "_to_copy", "_fused_sdp_choice", *_ATTENTION),
     # Overridden, and asked whether it has begun.
     "torch.amp.GradScaler": (
         *("_unscale_grads_", "_maybe_opt_step", "_enabled", "_scale", "_lazy_init_scale_growth_tracker"),
@@ -386,10 +389,9 @@ _set_default_backend: Callable[[Any, Any], None] = _private(
 
 
 def give_backends(group: Any, backends: Mapping[str, tuple[Any, Any]], default: Any) -> None:
-    """Register backends with a process group that has none.
+    """Register backends, each with its type, by kind of device, with a process group that has none.
 
     Args:
-        backends: by kind of device, the type of the backend and the backend.
         default: type of the backend for operations without a tensor that determines a device.
 
     Raises:
@@ -471,7 +473,7 @@ SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 ITEM = torch.ops.aten._local_scalar_dense.default
 
 
-# -- the profiler --------------------------------------------------------------------------------------------------
+# -- the profiler, and what holds a GPU's memory ---------------------------------------------------------------------
 
 
 def of_all_threads() -> Any:
@@ -481,9 +483,6 @@ def of_all_threads() -> Any:
         return profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[union-attr]  # a release without it
     except (AttributeError, TypeError):
         return None
-
-
-# -- what holds a GPU's memory -------------------------------------------------------------------------------------
 
 
 def record_memory_history() -> None:

@@ -18,7 +18,7 @@ from smp_runtime.tensors.torch_private import group_of_operation
 from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES, perform_unwatched, tensors_of
 
 if TYPE_CHECKING:
-    from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.comm.collectives import Collectives, Sizes, Work
     from smp_tools.rehearsal.calls import CallLog
     from smp_tools.rehearsal.memory import RankPhase
 
@@ -171,9 +171,13 @@ class CountedCollectives:
         """See :class:`Collectives`."""
         return self._do("all_gather", full, group, lambda: self._inner.all_gather(full, shard, group))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
+    ) -> Work:
         """See :class:`Collectives`."""
-        return self._do("all_to_all", sent, group, lambda: self._inner.all_to_all(received, sent, group))
+        # Parts of different sizes leave out this rank's own, so that all of them are sent.
+        kind = "all_to_all" if sizes is None else "send"
+        return self._do(kind, sent, group, lambda: self._inner.all_to_all(received, sent, group, sizes))
 
     def _do(self, kind: str, whole: torch.Tensor, group: dist.ProcessGroup, work: Callable[[], Work]) -> Work:
         self._ledger.add(kind, whole.nbytes, group)
@@ -246,9 +250,11 @@ class AbsentCollectives:
                 full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
         return _FinishedWork(full, shard)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
+    ) -> Work:
         """See :class:`Collectives`."""
-        if sent.nbytes <= PERFORMED_BYTES:
+        if sizes is None and sent.nbytes <= PERFORMED_BYTES:
             with perform_unwatched():
                 received.detach().copy_(sent.detach())
         return _FinishedWork(received, sent)

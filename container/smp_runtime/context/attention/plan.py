@@ -1,0 +1,219 @@
+"""The plan of a block-wise attention: who sends which rows to whom, and which calls compute a block."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from smp_runtime.context.attention.positions import Positions, keep
+
+if TYPE_CHECKING:
+    from smp_runtime.context.attention.visibility import Visibility
+
+#: Keys that are hidden, or fully visible, between others get a call of their own if there are so many.
+_GAP = 64
+#: Ranges of keys of a segment and a block that are always left as they are.
+_FEW_RANGES = 4
+
+_HIDDEN, _SOME, _EVERY = 0, 1, 2
+
+
+class Kind(Enum):
+    """How the rows of a call attend to its keys."""
+
+    FULL = "all to all"
+    CAUSAL = "each row to as many keys as its number"
+    MASKED = "as position and mask say"
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A range of rows that attends to a range of a block's keys."""
+
+    rows: slice
+    keys: slice
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Block:
+    """The keys of one member that this member needs.
+
+    Attributes:
+        owner: the member that holds them.
+        places: their places among the owner's rows; None for all.
+        positions: their positions.
+        calls: compute this member's rows with them.
+    """
+
+    owner: int
+    places: torch.Tensor | None
+    positions: torch.Tensor
+    calls: list[BlockCall]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one member does.
+
+    Attributes:
+        member: which one.
+        members: how many.
+        own: the block of its own keys.
+        rounds: for each round of messages, the distances between sender and receiver.
+        arriving: by distance, the block that comes from the member so far before this one; without those that are empty.
+        leaving: by distance, places of the rows that the member so far behind this one needs (None for all); without those
+            that are empty.
+    """
+
+    member: int
+    members: int
+    own: Block
+    rounds: list[list[int]]
+    arriving: dict[int, Block]
+    leaving: dict[int, torch.Tensor | None]
+
+    def scores(self) -> int:
+        """Return the number of pairs of a row and a key that are computed."""
+        return sum(_scores(call) for block in (self.own, *self.arriving.values()) for call in block.calls)
+
+
+def _scores(call: BlockCall) -> int:
+    rows = call.rows.stop - call.rows.start
+    keys = call.keys.stop - call.keys.start
+    return rows * (rows + 1) // 2 if call.kind is Kind.CAUSAL else rows * keys
+
+
+def plan_for(
+    queries: Positions, keys: Positions, member: int, visibility: Visibility | None, *, causal: bool, at_once: bool
+) -> Plan:
+    """Return a member's plan; it is made once for the same positions and mask.
+
+    Args:
+        visibility: by a mask; None without one.
+        at_once: all blocks travel in one round, as in an all-gather. Otherwise each round has one distance, as in a ring.
+    """
+    kept = queries.plans if visibility is None else visibility.plans
+    key = (keys, member, causal, at_once)
+    found = kept.get(key)
+    if isinstance(found, Plan):
+        return found
+    made = _make(queries, keys, member, visibility, causal=causal, at_once=at_once)
+    keep(kept, key, made)
+    return made
+
+
+def needed_of(
+    queries: Positions, keys: Positions, needed: torch.Tensor | None, *, causal: bool
+) -> list[list[torch.Tensor]]:
+    """Return for each member and owner which of the owner's rows the member needs."""
+    found = []
+    for member, held in enumerate(queries.held):
+        last = int(held.max()) if len(held) else -1
+        visible = [
+            owned <= last if causal else torch.full_like(owned, len(held) > 0, dtype=torch.bool) for owned in keys.held
+        ]
+        if needed is not None:
+            visible = [each & needed[member][owned] for each, owned in zip(visible, keys.held, strict=True)]
+        found.append(visible)
+    return found
+
+
+def _make(
+    queries: Positions, keys: Positions, member: int, visibility: Visibility | None, *, causal: bool, at_once: bool
+) -> Plan:
+    from smp_runtime.context.attention.visibility import by_position
+
+    members = len(keys.held)
+    seen = visibility or by_position(queries, member)
+    needed = needed_of(queries, keys, seen.needed, causal=causal)
+    held = queries.held[member]
+
+    def block(owner: int) -> Block:
+        wanted = needed[member][owner]
+        positions = keys.held[owner][wanted]
+        calls = _calls(held, positions, seen, causal=causal)
+        return Block(owner, _places(wanted), positions, calls)
+
+    distances = [distance for distance in range(1, members) if _is_used(needed, distance)]
+    rounds = [distances] if at_once and distances else [[distance] for distance in distances]
+    arriving, leaving = {}, {}
+    for distance in distances:
+        owner, receiver = (member - distance) % members, (member + distance) % members
+        if needed[member][owner].any():
+            arriving[distance] = block(owner)
+        if needed[receiver][member].any():
+            leaving[distance] = _places(needed[receiver][member])
+    return Plan(member, members, block(member), rounds, arriving, leaving)
+
+
+def _is_used(needed: list[list[torch.Tensor]], distance: int) -> bool:
+    """Return whether any member sends something so far: all members know, and leave the round out together."""
+    members = len(needed)
+    return any(bool(needed[member][(member - distance) % members].any()) for member in range(members))
+
+
+def _places(wanted: torch.Tensor) -> torch.Tensor | None:
+    return None if bool(wanted.all()) else wanted.nonzero()[:, 0]
+
+
+def _calls(held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, causal: bool) -> list[BlockCall]:
+    calls = []
+    for number, (begin, end) in enumerate(seen.segments):
+        rows = held[begin:end]
+        codes = _codes(rows, positions, seen, number, causal=causal)
+        for start, stop, code in _ranges(codes):
+            kind = Kind.FULL if code == _EVERY else Kind.MASKED
+            if code == _SOME and causal and seen.some is None and _is_diagonal(rows, positions[start:stop]):
+                kind = Kind.CAUSAL
+            calls.append(BlockCall(slice(begin, end), slice(start, stop), kind))
+    return calls
+
+
+def _is_diagonal(rows: torch.Tensor, positions: torch.Tensor) -> bool:
+    return torch.equal(rows, positions) and bool((rows.diff() > 0).all())
+
+
+def _codes(
+    rows: torch.Tensor, positions: torch.Tensor, seen: Visibility, segment: int, *, causal: bool
+) -> torch.Tensor:
+    """Return for each key whether no row of a segment attends to it, some do, or all."""
+    some = torch.ones(len(positions), dtype=torch.bool)
+    every = some
+    if seen.some is not None and seen.every is not None:
+        some, every = seen.some[segment][positions], seen.every[segment][positions]
+    if causal:
+        some = some & (positions <= rows.max())
+        # The first row's own key belongs to the diagonal, although all rows attend to it.
+        every = every & (positions < rows.min())
+    return some.to(torch.int8) + (some & every).to(torch.int8)
+
+
+def _ranges(codes: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return ranges of keys with one code, without hidden ones; small ranges are joined to partly visible ones."""
+    if not len(codes):
+        return []
+    edges = [0, *(codes.diff() != 0).nonzero()[:, 0].add(1).tolist(), len(codes)]
+    ranges = [(start, stop, int(codes[start])) for start, stop in itertools.pairwise(edges)]
+    if len(ranges) > _FEW_RANGES:
+        ranges = _joined(ranges)
+    return [each for each in ranges if each[2] != _HIDDEN]
+
+
+def _joined(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    while ranges and ranges[0][2] == _HIDDEN:
+        ranges = ranges[1:]
+    while ranges and ranges[-1][2] == _HIDDEN:
+        ranges = ranges[:-1]
+    joined: list[tuple[int, int, int]] = []
+    for start, stop, code in ranges:
+        kept = code if stop - start >= _GAP else _SOME
+        if joined and joined[-1][2] == kept:
+            joined[-1] = (joined[-1][0], stop, kept)
+        else:
+            joined.append((start, stop, kept))
+    return joined
