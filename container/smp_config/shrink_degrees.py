@@ -10,7 +10,12 @@ from smp_config.topology import Group
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
 
-_DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
+_DEGREES = (
+    "pipeline_parallel_degree",
+    "tensor_parallel_degree",
+    "sharded_data_parallel_degree",
+    "context_parallel_degree",
+)
 
 
 def shrink_to(parameters: ModelParallelParameters, ranks: int) -> ModelParallelParameters | None:
@@ -24,19 +29,20 @@ def shrink_to(parameters: ModelParallelParameters, ranks: int) -> ModelParallelP
     Returns:
         None if no degrees fit: without ``ddp`` the remaining ranks must make one replica.
     """
-    pp, tp, sharded = (getattr(parameters, name) for name in _DEGREES)
+    pp, tp, sharded, cp = (getattr(parameters, name) for name in _DEGREES)
     candidates = [
-        (stages, tensor, shards)
+        (stages, tensor, shards, context)
         for stages in range(1, pp + 1)
         for tensor in _divisors(tp)
         for shards in _divisors(sharded)
-        if stages * tensor * shards <= ranks
+        for context in _divisors(cp)
+        if stages * tensor * max(shards, context) <= ranks
     ]
 
-    def preference(degrees: tuple[int, int, int]) -> tuple[int, int, bool, bool]:
-        stages, tensor, shards = degrees
-        changed = [stages != pp, tensor != tp, shards != sharded]
-        return -stages * tensor * shards, sum(changed), changed[1], changed[0]
+    def preference(degrees: tuple[int, int, int, int]) -> tuple[int, int, int, bool, bool]:
+        stages, tensor, shards, context = degrees
+        changed = [stages != pp, tensor != tp, shards != sharded, context != cp]
+        return -stages * tensor * shards, -context, sum(changed), changed[1], changed[0]
 
     for degrees in sorted(candidates, key=preference):
         if (found := _with_degrees(parameters, *degrees, ranks)) is not None:
@@ -45,7 +51,7 @@ def shrink_to(parameters: ModelParallelParameters, ranks: int) -> ModelParallelP
 
 
 def _with_degrees(
-    parameters: ModelParallelParameters, stages: int, tensor: int, shards: int, ranks: int
+    parameters: ModelParallelParameters, stages: int, tensor: int, shards: int, context: int, ranks: int
 ) -> ModelParallelParameters | None:
     """Return the parameters with these degrees; None if they do not fit the ranks, or each other."""
     given = parameters.to_mp_parameters()
@@ -56,6 +62,8 @@ def _with_degrees(
             given["expert_parallel_degree"] = tensor
     if shards != parameters.sharded_data_parallel_degree:
         given["sharded_data_parallel_degree"] = shards
+    if context != parameters.context_parallel_degree:
+        given["context_parallel_degree"] = context
     try:
         found = type(parameters).from_mp_parameters(given)
         topology = found.topology(ranks)
@@ -67,7 +75,7 @@ def _with_degrees(
 
 def count_readers(parameters: ModelParallelParameters, ranks: int) -> int:
     """Return the number of shares that a batch is divided into, for a job of ``ranks`` ranks."""
-    return parameters.topology(ranks).size(Group.RDP if parameters.prescaled_batch else Group.DP)
+    return parameters.topology(ranks).size(Group.BATCH_RDP if parameters.prescaled_batch else Group.BATCH_DP)
 
 
 def describe_difference(former: ModelParallelParameters, now: ModelParallelParameters) -> str:

@@ -21,7 +21,7 @@ class Group(enum.Enum):
     WORLD = "world"
     #: One replica of the model: all pipeline and tensor parallel ranks.
     MP = "mp"
-    #: All ranks of one pipeline stage: tensor and reduced data parallel ranks.
+    #: All ranks of one pipeline stage: tensor and reduced data parallel ranks. Gradients are averaged over these.
     DP = "dp"
     TP = "tp"
     PP = "pp"
@@ -37,6 +37,12 @@ class Group(enum.Enum):
     EXPERT_RDP = "expert_rdp"
     #: Ranks of an RDP group that hold the same shard of the same experts.
     EXPERT_REPLICA = "expert_replica"
+    #: Ranks of an RDP group that share each sequence out.
+    CONTEXT = "cp"
+    #: What scripts call data parallel: the DP group without the ranks that read the same batch for other positions.
+    BATCH_DP = "batch_dp"
+    #: What scripts call reduced data parallel: the RDP group without these.
+    BATCH_RDP = "batch_rdp"
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Topology:
         sharded: processes that share one copy of the state; divides the reduced data parallel degree.
         expert: processes that share the experts of mixtures out, neighbors on the reduced data parallel axis. Times ``sharded`` it
             divides that degree.
+        context: processes that share each sequence out, neighbors on the reduced data parallel axis, whose degree it divides.
         placement: permutation of ``D``, ``P``, ``T``; the right-most varies fastest over global ranks.
 
     Raises:
@@ -69,10 +76,11 @@ class Topology:
     sharded: int = 1
     placement: str = "DPT"
     expert: int = 1
+    context: int = 1
     _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "pipeline", "tensor", "sharded", "expert"):
+        for name in ("world_size", "pipeline", "tensor", "sharded", "expert", "context"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1")
         if self.world_size > MOST_RANKS:
@@ -108,6 +116,12 @@ class Topology:
                 f"expert_parallel_degree is {self.expert}, and {rdp} data parallel ranks cannot be divided by it times the "
                 f"{self.sharded} that share one copy of the state; use one of {', '.join(map(str, fitting))}"
             )
+        if rdp % self.context:
+            fitting = [d for d in range(1, rdp + 1) if rdp % d == 0]
+            raise ConfigError(
+                f"context_parallel_degree is {self.context}, but {rdp} replicas of the model ({self.world_size} processes ÷ {made_of}) "
+                f"cannot be divided into groups that share sequences out; use one of {', '.join(map(str, fitting))}"
+            )
         object.__setattr__(self, "_sizes", {"P": self.pipeline, "T": self.tensor, "D": rdp})
 
     @property
@@ -129,6 +143,9 @@ class Topology:
             Group.EP: self.expert,
             Group.EXPERT_RDP: self.rdp_size // self.expert,
             Group.EXPERT_REPLICA: self.rdp_size // self.sharded // self.expert,
+            Group.CONTEXT: self.context,
+            Group.BATCH_DP: self.tensor * self.rdp_size // self.context,
+            Group.BATCH_RDP: self.rdp_size // self.context,
         }[group]
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -156,6 +173,7 @@ class Topology:
             at.rdp, self.expert
         )  # ranks with other experts are neighbors, then come those with other shards
         replica, shard = divmod(place, self.sharded)
+        sequence, positions = divmod(at.rdp, self.context)
         return {
             Group.WORLD: (),
             Group.MP: (at.rdp,),
@@ -168,6 +186,9 @@ class Topology:
             Group.EP: (at.pp, at.tp, place),
             Group.EXPERT_RDP: (at.pp, at.tp, expert),
             Group.EXPERT_REPLICA: (at.pp, at.tp, expert, shard),
+            Group.CONTEXT: (at.pp, at.tp, sequence),
+            Group.BATCH_DP: (at.pp, positions),
+            Group.BATCH_RDP: (at.pp, at.tp, positions),
         }[group]
 
     @cached_property
@@ -206,4 +227,4 @@ class Topology:
         With ``prescaled`` a tensor parallel group reads one batch together, so only the reduced data parallel
         degree multiplies it.
         """
-        return batch * self.size(Group.RDP if prescaled else Group.DP)
+        return batch * self.size(Group.BATCH_RDP if prescaled else Group.BATCH_DP)

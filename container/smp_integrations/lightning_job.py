@@ -100,7 +100,7 @@ class JobStrategy:
 
     @property
     def _batches(self) -> Group:
-        return Group.RDP if self._job.ranks.cfg.prescaled_batch else Group.DP
+        return Group.BATCH_RDP if self._job.ranks.cfg.prescaled_batch else Group.BATCH_DP
 
     def _group(self, given: Any) -> Any:
         return given if given is not None else self._job.ranks.process_group(self._batches)

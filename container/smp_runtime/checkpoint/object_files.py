@@ -55,12 +55,17 @@ def save(
         pickle_protocol: likewise.
         v3: the file name ends in pipeline, tensor and reduced data parallel rank instead.
 
+    Of ranks that share sequences out (``smp.cp_size()`` of them) the first one writes, since a script that saves under
+    ``smp.dp_rank() == 0`` does so on all of them; with ``v3`` each writes its own file.
+
     Raises:
         CheckpointError: the disk is full; the former file stays.
 
     Example:
         >>> smp.save(model.state_dict(), "model.pt", partial=False)  # one file, whole
     """
+    if session.ranks.rank_in(Group.CONTEXT) and not v3:
+        return  # the first rank that shares these sequences has the same object, and the same file name
     path = _path(session, f, "f of smp.save", partial=partial, v3=v3)
     with rank_record.current_record().within(rank_record.SAVE):
         path.parent.mkdir(parents=True, exist_ok=True)

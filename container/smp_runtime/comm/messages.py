@@ -20,10 +20,10 @@ class CommGroup(enum.Enum):
 
     WORLD = Group.WORLD
     MP_GROUP = Group.MP
-    DP_GROUP = Group.DP
+    DP_GROUP = Group.BATCH_DP
     TP_GROUP = Group.TP
     PP_GROUP = Group.PP
-    RDP_GROUP = Group.RDP
+    RDP_GROUP = Group.BATCH_RDP
 
 
 class RankType(enum.Enum):
@@ -35,10 +35,10 @@ class RankType(enum.Enum):
 
     WORLD_RANK = Group.WORLD
     MP_RANK = Group.MP
-    DP_RANK = Group.DP
+    DP_RANK = Group.BATCH_DP
     TP_RANK = Group.TP
     PP_RANK = Group.PP
-    RDP_RANK = Group.RDP
+    RDP_RANK = Group.BATCH_RDP
 
 
 class Messages:

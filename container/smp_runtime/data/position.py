@@ -26,7 +26,7 @@ def batch_group(ranks: Ranks) -> Group:
 
 def batch_group_of(parameters: ModelParallelParameters) -> Group:
     """Return the group of ranks with different batches for a job's settings; see :func:`batch_group`."""
-    return Group.RDP if parameters.prescaled_batch else Group.DP
+    return Group.BATCH_RDP if parameters.prescaled_batch else Group.BATCH_DP
 
 
 def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -261,6 +261,26 @@ class Sources:
         return [source for reference in self._sources if (source := reference()) is not None]
 
 
+class KeptState(Protocol):
+    """A state of the job that all ranks have alike, and checkpoints keep once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as text and numbers; empty if there is none."""
+        ...
+
+    def check_state(self, state: Any) -> None:
+        """Raise CheckpointError unless :meth:`load_state_dict` can load it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state."""
+        ...
+
+
+#: Under this name checkpoints have other states than positions.
+_KEPT = "smp states"
+
+
 class SourcePositions:
     """The sources of a job that checkpoints keep, by name."""
 
@@ -269,6 +289,7 @@ class SourcePositions:
     def __init__(self) -> None:
         self._sources: dict[str, weakref.ref[SampleSource]] = {}
         self._waiting: dict[str, Mapping[str, Any]] = {}
+        self._kept: dict[str, KeptState] = {}
 
     @classmethod
     def of(cls, ranks: Ranks) -> SourcePositions:
@@ -284,9 +305,17 @@ class SourcePositions:
         if name in self._waiting:
             source.load_state_dict(self._waiting.pop(name))
 
+    def keep(self, name: str, kept: KeptState) -> None:
+        """Keep a state of the job that all ranks have alike, beside the positions."""
+        self._kept[name] = kept
+        if name in self._waiting:
+            kept.load_state_dict(self._waiting.pop(name))
+
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the positions for a checkpoint; empty if the script has no such source."""
-        return {name: source.state_dict() for name, source in self._alive().items()}
+        found = {name: source.state_dict() for name, source in self._alive().items()}
+        kept = {name: state for name, each in self._kept.items() if (state := each.state_dict())}
+        return found | ({_KEPT: kept} if kept else {})
 
     def check(self, states: Any) -> None:
         """Check that states of a checkpoint can be loaded.
@@ -297,7 +326,12 @@ class SourcePositions:
         alive = self._alive()
         if not isinstance(states, Mapping):
             raise CheckpointError(f"the positions in data sets are {str(states)[:200]}; the checkpoint is damaged")
+        for name, state in states.get(_KEPT, {}).items():
+            if name in self._kept:
+                self._kept[name].check_state(state)
         for name, state in states.items():
+            if name == _KEPT:
+                continue
             try:
                 _check_numbers(state)
                 if name in alive:
@@ -308,7 +342,12 @@ class SourcePositions:
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the saved positions into all sources, including those that are made later."""
         alive = self._alive()
-        self._waiting = {name: state for name, state in states.items() if name not in alive}
+        kept = states.get(_KEPT, {})
+        known = {*alive, *self._kept, _KEPT}
+        self._waiting = {name: state for name, state in {**kept, **states}.items() if name not in known}
+        for name, state in kept.items():
+            if name in self._kept:
+                self._kept[name].load_state_dict(state)
         for name, source in alive.items():
             if name in states:
                 source.load_state_dict(states[name])

@@ -16,11 +16,12 @@ from torch import nn
 from smp_config import Group
 from smp_records.rank_record import FORWARD, current_record
 from smp_runtime.activations.marking import begin_step
+from smp_runtime.context.inputs import SequenceInputs
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.invariants import invariants_of
 from smp_runtime.microbatch_state.blueprint import Blueprint
-from smp_runtime.model import recipe
+from smp_runtime.model import eight_bits, recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_accumulation import GradientAccumulation
 from smp_runtime.model.local_part import LocalPart, ParallelState, own_attributes
@@ -196,6 +197,7 @@ class DistributedModel(WrappedModule):
         checks, has_values = invariants_of(self._ranks), not self._replicas.are_equal
         if has_values:
             checks.note_whole(self._part, self.precision)
+        eight_bits.adopt_layers(self._session, self._part.module)
         parts = ModelParts(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
         recipe.place(parts)
         if has_values:
@@ -204,6 +206,7 @@ class DistributedModel(WrappedModule):
         if self._ranks.rank_in(Group.DP) == 0:  # the first of each stage
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
+        eight_bits.note_weights(self._ranks, self._part.module)
         recipe.prepare_modules(parts)
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
         if is_divided or self._window.reduces or self.optimizer_shards is not None:
@@ -301,7 +304,10 @@ class DistributedModel(WrappedModule):
             begin_step(self.module, None)
             self._replicas.begin_training_pass((args, kwargs))
         with self._window.forward(evaluates=is_outside and not self._trains()):
-            return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
+            args, kwargs = self.precision.enter(args), self.precision.enter(kwargs)
+            if (inputs := SequenceInputs.of(self._ranks)) is not None:
+                args, kwargs = inputs.cut(args, kwargs)
+            return self.precision.leave(self.module(*args, **kwargs))
 
     def backward(
         self,

@@ -151,7 +151,7 @@ class StepFunction:
         if any(trained):
             first = microbatches[0]
             ranks.keep(LastMicrobatch, LastMicrobatch).note(self, first, shapes_in(first.args, first.keywords))
-            replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
+            replicas = session.ranks.size(Group.BATCH_RDP if session.ranks.cfg.prescaled_batch else Group.BATCH_DP)
             session.progress.note_samples(batch_samples(values, axes) * replicas)
             session.progress.note_loss(first_scalar(merged))
         session.ranks.step.count += 1

@@ -58,7 +58,10 @@ class RandomTracker:
         if found is None:
             state = torch.get_rng_state()
             # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
-            base = mix_seeds(group.agree(draw_seed()), group.ranks.rank_in(Group.RDP))
+            base = mix_seeds(
+                group.agree(draw_seed()),
+                group.ranks.topology.coordinates(group.ranks.rank).rdp // group.ranks.size(Group.CONTEXT),
+            )
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
             found = group.ranks.keep(cls, lambda: cls(base, group.rank, group.ranks.step))
         return found

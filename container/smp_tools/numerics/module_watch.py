@@ -165,7 +165,7 @@ def owners_of(ranks: WatchedRank) -> int:
 
 
 def _readers(ranks: WatchedRank) -> Group:
-    return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
+    return Group.BATCH_RDP if ranks.cfg.prescaled_batch else Group.BATCH_DP
 
 
 def _inside_split_blocks(module: nn.Module) -> frozenset[str]:

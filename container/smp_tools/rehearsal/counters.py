@@ -170,7 +170,17 @@ class Counters:
         self._session = session
         ranks = session.ranks
         names: dict[int, tuple[str, int]] = {}
-        for kind in (Group.TP, Group.PP, Group.DP, Group.RDP, Group.SHARD, Group.REPLICA, Group.MP, Group.WORLD):
+        for kind in (
+            Group.TP,
+            Group.PP,
+            Group.CONTEXT,
+            Group.DP,
+            Group.RDP,
+            Group.SHARD,
+            Group.REPLICA,
+            Group.MP,
+            Group.WORLD,
+        ):
             # A group of several kinds is called by the first of them.
             names.setdefault(id(ranks.groups.group(kind)), (kind.value, hosts_of(ranks.members(kind))))
         self.ledger.name_of = lambda group: names.get(id(group), ("other", 1))
@@ -179,7 +189,7 @@ class Counters:
         self.work.call = lambda: ranks.step.count
         self._active = min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches)
         self.work.keeps_blocks = ranks.size(Group.PP) == 1
-        replicas = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
+        replicas = ranks.size(Group.BATCH_RDP if ranks.cfg.prescaled_batch else Group.BATCH_DP)
 
         def count_samples(values: list[Any], axes: list[int | None]) -> list[Any]:
             if torch.is_grad_enabled():

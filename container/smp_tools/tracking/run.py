@@ -43,7 +43,8 @@ class TrackedRun:
             "processes": ranks.size(Group.WORLD),
             "pipeline": ranks.size(Group.PP),
             "tensor": ranks.size(Group.TP),
-            "replicas": ranks.size(Group.RDP),
+            "replicas": ranks.size(Group.BATCH_RDP),
+            "context": ranks.size(Group.CONTEXT),
             "sharded": ranks.size(Group.SHARD),
             "microbatches": ranks.cfg.microbatches,
         }

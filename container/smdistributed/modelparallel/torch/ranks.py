@@ -89,7 +89,7 @@ def rdp_rank() -> int:
     Example:
         >>> saves = smp.rdp_rank() == 0  # one of the ranks that hold the same
     """
-    return current_session().ranks.rank_in(Group.RDP)
+    return current_session().ranks.rank_in(Group.BATCH_RDP)
 
 
 def rdp_size() -> int:
@@ -98,7 +98,7 @@ def rdp_size() -> int:
     Example:
         >>> copies_of_each_parameter = smp.rdp_size()  # without sharded data parallelism
     """
-    return current_session().ranks.size(Group.RDP)
+    return current_session().ranks.size(Group.BATCH_RDP)
 
 
 def mp_rank() -> int:
@@ -125,7 +125,7 @@ def dp_rank() -> int:
     Example:
         >>> sampler = DistributedSampler(dataset, num_replicas=smp.dp_size(), rank=smp.dp_rank())
     """
-    return current_session().ranks.rank_in(Group.DP)
+    return current_session().ranks.rank_in(Group.BATCH_DP)
 
 
 def dp_size() -> int:
@@ -134,7 +134,25 @@ def dp_size() -> int:
     Example:
         >>> global_batch_size = 32 * smp.dp_size()
     """
-    return current_session().ranks.size(Group.DP)
+    return current_session().ranks.size(Group.BATCH_DP)
+
+
+def cp_rank() -> int:
+    """Return this process's rank among those that share each sequence out.
+
+    Example:
+        >>> writes = smp.cp_rank() == 0 and smp.dp_rank() == 0  # one of the ranks that hold the same
+    """
+    return current_session().ranks.rank_in(Group.CONTEXT)
+
+
+def cp_size() -> int:
+    """Return the number of ranks that share each sequence out, and read the same batch.
+
+    Example:
+        >>> tokens_here = 4096 // smp.cp_size()
+    """
+    return current_session().ranks.size(Group.CONTEXT)
 
 
 def get_mp_group() -> list[int]:
@@ -154,7 +172,7 @@ def get_dp_group() -> list[int]:
         >>> smp.get_dp_group()  # ranks that read different data: in one process, rank 0
         [0]
     """
-    return current_session().ranks.members(Group.DP)
+    return current_session().ranks.members(Group.BATCH_DP)
 
 
 def get_tp_group() -> list[int]:
@@ -184,7 +202,7 @@ def get_rdp_group() -> list[int]:
         >>> smp.get_rdp_group()  # ranks with the same part of the model: in one process, rank 0
         [0]
     """
-    return current_session().ranks.members(Group.RDP)
+    return current_session().ranks.members(Group.BATCH_RDP)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
@@ -214,7 +232,7 @@ def get_dp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_dp_process_group())
     """
-    return current_session().ranks.groups.group(Group.DP)
+    return current_session().ranks.groups.group(Group.BATCH_DP)
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
@@ -244,4 +262,24 @@ def get_rdp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_rdp_process_group())
     """
-    return current_session().ranks.groups.group(Group.RDP)
+    return current_session().ranks.groups.group(Group.BATCH_RDP)
+
+
+def get_cp_group() -> list[int]:
+    """Return the global ranks of the context parallel group.
+
+    Example:
+        >>> smp.get_cp_group()  # those that share each sequence out: in one process, rank 0
+        [0]
+    """
+    return current_session().ranks.members(Group.CONTEXT)
+
+
+def get_cp_process_group() -> dist.ProcessGroup:
+    """Return the context parallel process group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_cp_process_group())
+    """
+    return current_session().ranks.groups.group(Group.CONTEXT)

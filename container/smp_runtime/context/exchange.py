@@ -1,0 +1,176 @@
+"""Exchange of positions between the ranks of a context group, which autograd differentiates.
+
+Each rank of the group computes the same loss. The mean of the ranks' gradients, which data parallelism forms anyway, is
+right if the gradient of each exchange is its exact adjoint: what a rank gathered sends gradients back to where it came
+from, summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from smp_runtime.comm.collectives import Collectives
+    from smp_runtime.context.layout import SequenceLayout
+    from smp_runtime.job.ranks import Ranks
+
+
+class ContextGroup:
+    """The ranks that share sequences out, and what they have exchanged.
+
+    Attributes:
+        gathered: bytes that this rank received because an operation has no rule, by the operation's name.
+        received: bytes that this rank received from others, in all.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.rank = ranks.rank_in(Group.CONTEXT)
+        self.size = ranks.size(Group.CONTEXT)
+        self.method: str = ranks.cfg.context_parallel
+        self.gathered: dict[str, int] = {}
+        self.received = 0
+        self._on_device: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> ContextGroup:
+        """Return the job's context group."""
+        return ranks.keep(cls, lambda: cls(ranks))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the group's connections."""
+        return self.ranks.process_group(Group.CONTEXT)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Return the job's collectives."""
+        return self.ranks.collectives
+
+    def indices(self, layout: SequenceLayout, device: torch.device) -> torch.Tensor:
+        """Return this rank's positions, as an index on a device."""
+        return self._kept(("own", layout.key, device), lambda: layout.positions[self.rank].to(device))
+
+    def order(self, layout: SequenceLayout, device: torch.device) -> torch.Tensor:
+        """Return for each position of the sequence its place among all ranks' padded slices, one after the other."""
+        return self._kept(("order", layout.key, device), lambda: _order(layout).to(device))
+
+    def _kept(self, key: tuple[Any, ...], make: Any) -> torch.Tensor:
+        if key not in self._on_device:
+            if len(self._on_device) >= _MOST_INDICES:  # sequences of many lengths
+                self._on_device.clear()
+            with torch.inference_mode(False):
+                self._on_device[key] = make()
+        return self._on_device[key]
+
+    def take(self, whole: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
+        """Return this rank's positions of a whole tensor."""
+        index = self.indices(layout, whole.device)
+        if layout.outer == layout.inner == 1:
+            return whole.index_select(dim, index)
+        apart = whole.unflatten(dim, (layout.outer, layout.length, layout.inner))
+        return apart.index_select(dim + 1, index).flatten(dim, dim + 2)
+
+    def gather(self, local: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
+        """Return the whole tensor of the ranks' slices."""
+        if layout.outer == layout.inner == 1:
+            return _Gather.apply(local, dim, layout, self)
+        apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
+        return _Gather.apply(apart, dim + 1, layout.base, self).flatten(dim, dim + 2)
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' tensors."""
+        return _Sum.apply(partial, self)
+
+    def exchange_slices(self, local: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
+        """Return the whole tensor; no gradients."""
+        most = max(layout.counts())
+        first = local.movedim(dim, 0)
+        rest = first.shape[1:]
+        mine = first.new_zeros(most, *rest)
+        mine[: first.shape[0]] = first
+        # Booleans and some integers are not sent by all backends.
+        wire = mine.view(torch.uint8) if mine.dtype is torch.bool else mine
+        everyone = wire.new_empty(self.size * most, *rest)
+        self.collectives.all_gather(everyone, wire, self.process_group).wait()
+        self.received += (everyone.numel() - wire.numel()) * wire.element_size()
+        everyone = everyone.view(mine.dtype) if everyone.dtype != mine.dtype else everyone
+        return everyone.index_select(0, self.order(layout, local.device)).movedim(0, dim)
+
+    def return_gradients(self, gradient: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
+        """Return the sum over the ranks of a whole tensor's gradients, at this rank's positions."""
+        counts = layout.counts()
+        most = max(counts)
+        first = gradient.movedim(dim, 0)
+        padded = first.new_zeros(self.size * most, *first.shape[1:])
+        padded[self.order(layout, gradient.device)] = first
+        mine = first.new_empty(most, *first.shape[1:])
+        self.collectives.reduce_scatter(mine.view(-1), padded.view(-1), self.process_group).wait()
+        self.received += (padded.numel() - mine.numel()) * mine.element_size()
+        return mine[: counts[self.rank]].movedim(0, dim)
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' tensors; no gradients."""
+        total = partial.detach().clone(memory_format=torch.contiguous_format)
+        self.collectives.all_reduce(total, self.process_group).wait()
+        self.received += 2 * total.numel() * total.element_size() * (self.size - 1) // self.size
+        return total
+
+
+#: Indices of so many layouts are kept on the device.
+_MOST_INDICES = 256
+
+
+def _order(layout: SequenceLayout) -> torch.Tensor:
+    most = max(layout.counts())
+    order = torch.empty(layout.length, dtype=torch.int64)
+    for rank, held in enumerate(layout.positions):
+        order[held] = torch.arange(len(held)) + rank * most
+    return order
+
+
+class _Gather(torch.autograd.Function):
+    """Forward the whole tensor; backward the sum of the ranks' gradients at this rank's positions."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
+        ctx.dim, ctx.layout, ctx.group = dim, layout, group
+        return group.exchange_slices(local, dim, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _ReturnGradients.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
+
+
+class _ReturnGradients(torch.autograd.Function):
+    """The adjoint of :class:`_Gather`, which has that as its own: gradients may have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup
+    ) -> torch.Tensor:
+        ctx.dim, ctx.layout, ctx.group = dim, layout, group
+        return group.return_gradients(gradient, dim, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Gather.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward the sum of the ranks' tensors; backward the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.add_up(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Sum.apply(gradient, ctx.group), None

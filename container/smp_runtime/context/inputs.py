@@ -1,0 +1,151 @@
+"""A model's call under context parallelism: its inputs are cut, and a step's outputs are whole again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.context import (
+    functions,
+    rules,  # noqa: F401 - it registers them
+)
+from smp_runtime.context.exchange import ContextGroup
+from smp_runtime.context.layout import zigzag
+from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.nested import argument_tensors, map_leaves
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+
+logger = logging.getLogger("smp")
+
+#: On a GPU the first inputs are compared, and then one in so many: a comparison waits for the device.
+_COMPARED_FIRST, _COMPARED_EVERY = 16, 16
+
+#: Words in the names of arguments that stay whole: attention reads all of them, and what they are added to cuts the rest.
+_WHOLE = ("mask", "position")
+
+
+class SequenceInputs:
+    """Cuts the inputs of a model's calls over the ranks of a context group.
+
+    Inputs with token numbers ``[batch, tokens]``, and with features ``[batch, tokens, width]``, are cut along their tokens.
+    Which ones are cut decides what is computed where, and never a result: any tensor may be cut or whole.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = ContextGroup.of(ranks)
+        self._ranks = ranks
+        self._calls = 0
+        self._reported: set[str] = set()
+        functions.install()
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> SequenceInputs | None:
+        """Return the job's, or None without context parallelism."""
+        return ranks.keep(cls, lambda: cls(ranks)) if ranks.size(Group.CONTEXT) > 1 else None
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments with sequences in place of tensors that have tokens.
+
+        Raises:
+            SMPUserError: the ranks of the group were given different inputs.
+        """
+        self._report()
+        self._compare(args, kwargs)
+        cut_args = tuple(map_leaves(self._cut_tensor, value) for value in args)
+        cut_kwargs = {
+            name: value if any(word in name for word in _WHOLE) else map_leaves(self._cut_tensor, value)
+            for name, value in kwargs.items()
+        }
+        return cut_args, cut_kwargs
+
+    def _cut_tensor(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedSequence):
+            return value
+        has_features = value.is_floating_point()
+        if value.dtype is torch.bool or value.dim() != 2 + has_features or value.shape[1] < 2 * self._group.size:
+            return value
+        layout = zigzag(value.shape[1], self._group.size)
+        return ShardedSequence(self._group.take(value, 1, layout), 1, layout, self._group)
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the inputs of the group's ranks, and let their random numbers be those of the first."""
+        self._calls += 1
+        is_due = self._calls <= _COMPARED_FIRST or self._calls % _COMPARED_EVERY == 0
+        if self._ranks.device.type != "cpu" and not is_due:
+            return
+        tensors = argument_tensors((args, kwargs))
+        mine = torch.tensor([*_digest(tensors), *_random_state(self._ranks.device)], dtype=torch.float64)
+        everyone = self._ranks.control.allgather(mine.tolist(), self._ranks.members(Group.CONTEXT))
+        for place, theirs in enumerate(everyone):
+            if theirs[:3] != everyone[0][:3]:
+                members = self._ranks.members(Group.CONTEXT)
+                raise SMPUserError(
+                    f"context_parallel_degree is {self._group.size}, so the ranks {members} share each sequence out, but rank "
+                    f"{members[place]} called the model with another batch than rank {members[0]}: give each sampler "
+                    "num_replicas=smp.dp_size() and rank=smp.dp_rank(), and all ranks of a group one seed for the order"
+                )
+        if any(theirs[3:] != everyone[0][3:] for theirs in everyone):
+            self._agree_on_random_numbers()
+
+    def _agree_on_random_numbers(self) -> None:
+        """Take over the state of the first rank's generators: dropout must drop the same elements on all ranks."""
+        states = [torch.get_rng_state()]
+        if self._ranks.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state())
+        first = self._ranks.control.allgather(
+            [state.tolist() for state in states] if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
+        )[0]
+        torch.set_rng_state(torch.tensor(first[0], dtype=torch.uint8))
+        if len(first) > 1:
+            torch.cuda.set_rng_state(torch.tensor(first[1], dtype=torch.uint8))
+        if "random" not in self._reported and self._group.rank == 0:
+            self._reported.add("random")
+            logger.info(
+                "Context parallelism: ranks that share sequences out were seeded differently, and use the first one's seed"
+            )
+
+    def _report(self) -> None:
+        """Log the operations that gathered whole sequences in the calls before, once each."""
+        if self._ranks.rank:
+            return
+        for name, size in self._group.gathered.items():
+            if name not in self._reported:
+                self._reported.add(name)
+                logger.info("Context parallelism: %s gathers sequences, %s bytes per rank so far", name, f"{size:,}")
+
+
+def _digest(tensors: list[torch.Tensor]) -> list[float]:
+    """Return three numbers that differ where tensors do."""
+    count, total, weighted = 0, 0.0, 0.0
+    for tensor in tensors:
+        numbers = tensor.detach().reshape(-1)
+        numbers = (numbers.abs() if numbers.is_complex() else numbers).double()
+        weights = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device).remainder_(9973.0)
+        count += numbers.numel()
+        sums = torch.stack([numbers.sum(), (numbers * weights).sum()]).tolist()
+        total, weighted = total + sums[0], weighted + sums[1]
+    return [float(count), _comparable(total), _comparable(weighted)]
+
+
+def _comparable(value: float) -> float:
+    """Return a number that equals itself also where a value is not a number."""
+    return value if value == value else float("inf")
+
+
+def _random_state(device: torch.device) -> list[float]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    weights = [torch.arange(1, len(state) + 1, dtype=torch.float64) for state in states]
+    return [float((state.double() * weight).sum()) for state, weight in zip(states, weights, strict=True)]
+
+
+def whole_output(value: torch.Tensor) -> torch.Tensor:
+    """Return a step's output as the script's other code can read it."""
+    return value.whole("the step's output") if isinstance(value, ShardedSequence) else value

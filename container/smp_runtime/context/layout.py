@@ -1,0 +1,160 @@
+"""The positions of a sequence that each rank of a context group holds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A dim of a tensor that is divided over ranks by position.
+
+    The dim may be merged with others, as by ``logits.view(-1, vocabulary)``: it then counts ``outer × length × inner``
+    elements, of which a rank holds those at its positions.
+
+    Args:
+        key: equal for layouts with the same positions.
+        length: positions of the whole sequence.
+        positions: for each rank the positions that it holds, ascending: int64 on the CPU.
+        outer, inner: sizes of the dims merged into this one, before and after the sequence.
+    """
+
+    key: Hashable
+    length: int = field(compare=False)
+    positions: tuple[torch.Tensor, ...] = field(compare=False, repr=False)
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def size(self) -> int:
+        """Return the size of the whole dim."""
+        return self.outer * self.length * self.inner
+
+    @property
+    def base(self) -> SequenceLayout:
+        """Return the layout of the sequence alone, without merged dims."""
+        return self if self.outer == self.inner == 1 else SequenceLayout(self.key, self.length, self.positions)
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of positions of each rank."""
+        return tuple(len(held) for held in self.positions)
+
+    def local_size(self, rank: int) -> int:
+        """Return the size of the dim on a rank."""
+        return self.outer * len(self.positions[rank]) * self.inner
+
+    def merged(self, outer: int, inner: int) -> SequenceLayout:
+        """Return the layout of this sequence in a dim merged with others of these sizes."""
+        return SequenceLayout(self.key, self.length, self.positions, outer, inner)
+
+    def select(self, start: int, stop: int, step: int) -> tuple[SequenceLayout, list[torch.Tensor]]:
+        """Return the layout of a slice of the sequence, and for each rank the places of the slice's positions in its own."""
+        selected, places = _select(self.key, self.positions, start, stop, step)
+        length = len(range(start, stop, step))
+        return SequenceLayout(("slice", self.key, start, stop, step), length, selected), list(places)
+
+    def padded(self, before: int, after: int) -> SequenceLayout:
+        """Return the layout of the sequence with further positions before and after; the first and last rank hold them."""
+        shifted = [held + before for held in self.positions]
+        total = before + self.length + after
+        if before:
+            shifted[0] = torch.cat([torch.arange(before), shifted[0]])
+        if after:
+            last = self.rank_of(self.length - 1)
+            shifted[last] = torch.cat([shifted[last], torch.arange(total - after, total)])
+        return SequenceLayout(("padded", self.key, before, after), total, tuple(shifted))
+
+    def rank_of(self, position: int) -> int:
+        """Return the rank that holds a position."""
+        for rank, held in enumerate(self.positions):
+            if position in held:
+                return rank
+        raise AssertionError(f"no rank holds position {position} of {self.length}")
+
+
+@functools.lru_cache(maxsize=64)
+def _select(
+    key: Hashable, positions: tuple[torch.Tensor, ...], start: int, stop: int, step: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    selected, places = [], []
+    for held in positions:
+        # A negative step cannot occur: PyTorch has no such slices.
+        inside = (held >= start) & (held < stop) & ((held - start) % step == 0)
+        selected.append((held[inside] - start) // step)
+        places.append(inside.nonzero()[:, 0])
+    return tuple(selected), tuple(places)
+
+
+@functools.lru_cache(maxsize=64)
+def zigzag(length: int, ranks: int) -> SequenceLayout:
+    """Divide a sequence into ``2 × ranks`` chunks, of which rank r holds r and ``2 × ranks - 1 - r``.
+
+    The work of causal attention is then equal. A length that ``2 × ranks`` does not divide makes some chunks longer by one.
+    """
+    chunks = torch.arange(length).tensor_split(2 * ranks)
+    held = tuple(torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks))
+    return SequenceLayout(("zigzag", length, ranks), length, held)
+
+
+@functools.lru_cache(maxsize=64)
+def contiguous(length: int, ranks: int) -> SequenceLayout:
+    """Divide a sequence into one chunk per rank."""
+    return SequenceLayout(("contiguous", length, ranks), length, torch.arange(length).tensor_split(ranks))
+
+
+@dataclass(frozen=True)
+class DimGroup:
+    """Dims that a view merges and splits together: those of its input, and those of its output."""
+
+    before: range
+    after: range
+
+
+def view_dim(
+    shape: tuple[int, ...], target: tuple[int, ...], dim: int, layout: SequenceLayout
+) -> tuple[int, SequenceLayout] | None:
+    """Return where a view of a sequence has it: the dim, and its layout; None if the view divides the sequence itself.
+
+    Args:
+        shape, target: whole shapes before and after the view, without -1.
+        dim: the dim of ``shape`` with the sequence.
+    """
+    group = _group_with(shape, target, dim)
+    if group is None:
+        return None
+    outer = layout.outer * math.prod(shape[group.before.start : dim])
+    inner = layout.inner * math.prod(shape[dim + 1 : group.before.stop])
+    before = 1
+    for place in group.after:
+        after = math.prod(target[place + 1 : group.after.stop])
+        holds_sequence = target[place] == layout.length * (outer // max(before, 1)) * (inner // max(after, 1))
+        if holds_sequence and outer % before == 0 and inner % after == 0 and target[place] != 1:
+            return place, layout.merged(outer // before, inner // after)
+        before *= target[place]
+    return None
+
+
+def _group_with(shape: tuple[int, ...], target: tuple[int, ...], dim: int) -> DimGroup | None:
+    """Return the smallest group of neighboring dims, with as many elements before as after a view, that has a dim."""
+    one = other = 0
+    while one < len(shape):
+        first, first_after = one, other
+        here, there = shape[one], target[other] if other < len(target) else 1
+        one, other = one + 1, other + 1
+        while here != there:
+            if here < there:
+                if one >= len(shape):
+                    return None
+                here, one = here * shape[one], one + 1
+            else:
+                if other >= len(target):
+                    return None
+                there, other = there * target[other], other + 1
+        if first <= dim < one:
+            return DimGroup(range(first, one), range(first_after, min(other, len(target))))
+    return None

@@ -1,0 +1,13 @@
+"""Rules by which operations compute on the slices of a sequence; importing this package registers them."""
+
+from smp_runtime.context.rules import (  # noqa: F401 - each registers its rules
+    attention,
+    indexing,
+    losses,
+    metadata,
+    pointwise,
+    products,
+    randomness,
+    reductions,
+    views,
+)

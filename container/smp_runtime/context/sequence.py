@@ -1,0 +1,228 @@
+"""``ShardedSequence``: a tensor with the shape of a whole sequence, of which each rank holds some positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.overrides import resolve_name
+
+from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.tensors.torch_private import make_without_elements, tree_map
+
+if TYPE_CHECKING:
+    from smp_runtime.context.exchange import ContextGroup
+    from smp_runtime.context.layout import SequenceLayout
+
+
+class Rule(Protocol):
+    """Compute an operation on slices of sequences, or return ``NotImplemented`` to have them gathered first."""
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute ``func(*args, **kwargs)``."""
+
+
+#: Rules by the operation's name without its owner (``add`` for ``torch.add`` and ``Tensor.add``), or with it.
+RULES: dict[str, Rule] = {}
+
+#: The rule of each function that was called, or None.
+_rule_of: dict[Callable[..., Any], tuple[str, Rule | None]] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of operations."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+class ShardedSequence(torch.Tensor):
+    """A tensor of a whole sequence's shape; this rank holds its slice at some positions of one dim.
+
+    It is computed on as the whole tensor would be: shapes, broadcasting, indices and reductions are those of the whole.
+
+    Attributes:
+        local: the slice, an ordinary tensor, with its graph.
+        dim_held: the dim with the sequence.
+        sequence_layout: the positions of each rank.
+        group: the ranks.
+        is_copy_of_view: whether PyTorch would have made a view here, through which writes reach another tensor.
+    """
+
+    local: torch.Tensor
+    dim_held: int
+    sequence_layout: SequenceLayout
+    group: ContextGroup
+    is_copy_of_view: bool = False
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedSequence], local: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup
+    ) -> ShardedSequence:
+        """Wrap a slice."""
+        shape = list(local.shape)
+        shape[dim] = layout.size
+        made: ShardedSequence = make_without_elements(cls, shape, dtype=local.dtype, device=local.device)
+        made.__dict__.update(local=local, dim_held=dim % local.dim(), sequence_layout=layout, group=group)
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def like(
+        self, local: torch.Tensor, dim: int | None = None, layout: SequenceLayout | None = None
+    ) -> ShardedSequence:
+        """Return another tensor of this sequence, or of one with another layout."""
+        return ShardedSequence(local, self.dim_held if dim is None else dim, layout or self.sequence_layout, self.group)
+
+    def whole(self, why: str) -> torch.Tensor:
+        """Return the whole tensor, gathered from all ranks.
+
+        Args:
+            why: the operation that needs it, for the report.
+        """
+        before = self.group.received
+        gathered = self.group.gather(self.local, self.dim_held, self.sequence_layout)
+        self.group.gathered[why] = self.group.gathered.get(why, 0) + self.group.received - before
+        return gathered
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation by its rule, or on whole sequences."""
+        kwargs = kwargs or {}
+        name, found = _rule_of.get(func) or _find_rule(func)
+        if found is not None:
+            result = found(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return compute_whole(name, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse operations of C++ code that rules have not seen: their result would lack other ranks' positions.
+
+        Raises:
+            SMPRuntimeError: always.
+        """
+        if str(func) in ("aten.detach.default", "aten.alias.default"):  # of autograd, on the empty wrapper
+            first: ShardedSequence = args[0]
+            return first.like(first.local)
+        raise SMPRuntimeError(
+            f"{func} got a sequence that is cut over {args_group_size(args)} ranks, from code that context parallelism cannot see "
+            "into; set context_parallel_degree to 1, or call the operation through torch"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedSequence(shape={list(self.shape)}, dim={self.dim_held}, local={self.local!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.whole("deepcopy").__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole("pickle").__reduce_ex__(protocol)
+
+
+def args_group_size(args: Any) -> int:
+    """Return the number of ranks that share the first sequence in arguments out."""
+    found = sequences_in(args)
+    return found[0].group.size if found else 1
+
+
+def _find_rule(func: Callable[..., Any]) -> tuple[str, Rule | None]:
+    name = resolve_name(func) or getattr(func, "__qualname__", repr(func))
+    short = name.removesuffix(".__get__").rpartition(".")[2]
+    owner = "F." if ".functional." in name else ""
+    getter = "get:" if name.endswith(".__get__") else ""
+    found = RULES.get(f"{owner}{getter}{short}") or (RULES.get(short) if not getter else None)
+    _rule_of[func] = short, found
+    return short, found
+
+
+def sequences_in(value: Any) -> list[ShardedSequence]:
+    """Return the sequences in the arguments of an operation."""
+    if isinstance(value, ShardedSequence):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [found for item in value for found in sequences_in(item)]
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in sequences_in(item)]
+    return []
+
+
+def gather_all(value: Any, why: str) -> Any:
+    """Return a structure with whole tensors in place of sequences."""
+    if isinstance(value, ShardedSequence):
+        return value.whole(why)
+    if isinstance(value, torch.Tensor):
+        return value
+    return tree_map(lambda leaf: leaf.whole(why) if isinstance(leaf, ShardedSequence) else leaf, value)
+
+
+def compute_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operation without a rule on whole tensors, and cut what has the sequence's shape again.
+
+    Raises:
+        SMPRuntimeError: the operation writes to a tensor given as ``out``.
+    """
+    first = sequences_in((args, kwargs))[0]
+    if isinstance(kwargs.get("out"), ShardedSequence):
+        raise SMPRuntimeError(
+            f"{name} writes its result to a tensor, out, that is cut over {first.group.size} ranks; take the result instead"
+        )
+    result = func(*(gathered := gather_all(args, name)), **gather_all(kwargs, name))
+    if not writes(name):
+        return result if "out" in kwargs else cut_results(result, first)
+    if not isinstance(args[0], ShardedSequence):
+        return result
+    return write_back(args[0], gathered[0], name)
+
+
+#: Operations with other names than those that end in one underscore that change their first argument.
+_WRITING = frozenset(
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+)
+
+
+def writes(name: str) -> bool:
+    """Return whether an operation changes its first argument in place."""
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def write_back(written: ShardedSequence, changed: torch.Tensor, name: str) -> ShardedSequence:
+    """Let a sequence have the values of a whole tensor that was changed in its place.
+
+    Raises:
+        SMPRuntimeError: the operation has changed the shape, or the sequence is a copy where PyTorch has a view.
+    """
+    if changed.shape != written.shape or written.is_copy_of_view:
+        raise SMPRuntimeError(
+            f"{name} changes a sequence that is cut over {written.group.size} ranks in a way that context parallelism cannot "
+            "follow; use the form of it that returns a new tensor"
+        )
+    written.local.copy_(written.group.take(changed, written.dim_held, written.sequence_layout))
+    return written
+
+
+def cut_results(result: Any, like: ShardedSequence) -> Any:
+    """Return results with those cut again that have the sequence in the same dim; any tensor may be cut or whole."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedSequence) or leaf.dim() != like.dim():
+            return leaf
+        if leaf.shape[like.dim_held] != like.sequence_layout.size:
+            return leaf
+        return like.like(like.group.take(leaf, like.dim_held, like.sequence_layout))
+
+    return cut(result) if isinstance(result, torch.Tensor) else tree_map(cut, result)

@@ -1,0 +1,220 @@
+"""Each operation on a sequence that ranks share out gives the values and gradients of the whole, with or without a rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+from smp_runtime.context.sequence import ShardedSequence
+from support.ranks.context_threads import cut, run_context, whole_of
+
+B, T, D = 2, 11, 6
+
+
+def _given():
+    """Two sequences, ``[B, T, D]``, targets and whole tensors of other shapes."""
+    random = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    return {
+        "x": draw(B, T, D),
+        "y": draw(B, T, D),
+        "w": draw(D, D),
+        "p": draw(T, D),
+        "s": draw(D),
+        "m": torch.arange(B * T).view(B, T) % 3 > 0,
+        "n": torch.arange(B * T).view(B, T) % D,
+        "tri": torch.ones(T, T, dtype=torch.bool).tril(),
+    }
+
+
+def _heads(x):
+    return x.view(B, T, 2, D // 2).transpose(1, 2)
+
+
+def _set(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+def _add_in_place(x, y):
+    x = x.clone()
+    x += y
+    x.mul_(2)[:, :, 1:3].add_(1)
+    return x
+
+
+def _shift(n):
+    shifted = n.new_zeros(n.shape)
+    shifted[:, 1:] = n[:, :-1].clone()
+    return shifted
+
+
+#: Operations that need nothing of other ranks, or only sums.
+LOCAL = {
+    "add": lambda x, y, **_: x + y * 2 - 1,
+    "broadcast": lambda x, p, s, **_: x * p + s,
+    "broadcast to more dims": lambda x, p, **_: p * x[:, None],
+    "compare": lambda x, y, **_: torch.where(x > y, x, y.exp()),
+    "mask": lambda x, m, **_: x.masked_fill(m[..., None], 0.5),
+    "activations": lambda x, **_: F.gelu(x) + F.silu(x) + x.relu() + torch.tanh(x) + F.softplus(x) + x.sigmoid(),
+    "linear": lambda x, w, s, **_: F.linear(x, w, s),
+    "matmul right": lambda x, w, **_: x @ w,
+    "matmul left": lambda x, w, **_: w @ x.transpose(1, 2),
+    "einsum": lambda x, w, **_: torch.einsum("btd,de->bet", x, w),
+    "product over positions": lambda x, y, **_: x.transpose(1, 2) @ y,
+    "einsum over positions": lambda x, y, **_: torch.einsum("btd,bte->de", x, y),
+    "norm": lambda x, s, **_: F.layer_norm(x, (D,), s) + F.rms_norm(x, (D,)),
+    "softmax": lambda x, **_: x.softmax(-1) + F.log_softmax(x, dim=2),
+    "cumsum of features": lambda x, **_: x.cumsum(-1),
+    "view heads": lambda x, **_: _heads(x),
+    "view flat": lambda x, **_: x.reshape(-1, D),
+    "view flat and back": lambda x, **_: (x.view(B * T, D) * 2).view(B, T, D),
+    "merge features": lambda x, **_: _heads(x).transpose(1, 2).flatten(2),
+    "merge all": lambda x, **_: x.flatten(),
+    "permute": lambda x, **_: x.permute(2, 0, 1),
+    "unsqueeze": lambda x, **_: x.unsqueeze(1).unsqueeze(-1).squeeze(1),
+    "expand": lambda x, **_: x[:, None].expand(B, 3, T, D),
+    "repeat features": lambda x, **_: x.repeat(1, 1, 2),
+    "repeat heads": lambda x, **_: _heads(x).repeat_interleave(2, dim=1),
+    "split": lambda x, **_: [part * 2 for part in x.split(2, dim=-1)],
+    "chunk": lambda x, **_: list(x.chunk(3, -1)),
+    "unbind": lambda x, **_: list(x.unbind(0)),
+    "cat": lambda x, y, **_: torch.cat([x, y, x], dim=-1),
+    "stack": lambda x, y, **_: torch.stack([x, y], dim=1),
+    "cat whole": lambda x, p, **_: torch.cat([x, p.expand(B, T, D)], dim=2),
+    "pad features": lambda x, **_: F.pad(x, (1, 2)),
+    "index features": lambda x, **_: x[..., 1:4],
+    "new dim": lambda x, **_: x[:, None, :, None],
+    "first position": lambda x, **_: x[:, 0],
+    "last position": lambda x, **_: x[:, -1, 2:],
+    "slice of positions": lambda x, **_: x[:, 1:-2] * 3,
+    "every second": lambda x, **_: x[:, ::2],
+    "shifted slices": lambda x, **_: x[:, 3:].sum(-1),
+    "sum": lambda x, **_: x.sum(),
+    "sum over positions": lambda x, **_: x.sum(1, keepdim=True) * x,
+    "mean over positions": lambda x, **_: x.mean(dim=1),
+    "mean": lambda x, **_: torch.mean(x * x),
+    "any": lambda m, x, **_: (x > 2).any() & (x < 3).all(),
+    "largest feature": lambda x, **_: [x.max(-1).values, x.amax(2), x.argmax(-1)],
+    "norm of features": lambda x, **_: F.normalize(x, dim=-1) + x.norm(dim=-1, keepdim=True),
+    "embedding": lambda n, w, **_: F.embedding(n, w),
+    "conversions": lambda x, **_: x.float().to(torch.float64).type_as(x),
+    "loss": lambda x, n, **_: F.cross_entropy(x.view(-1, D), n.view(-1)),
+    "loss with classes first": lambda x, n, **_: F.cross_entropy(x.transpose(1, 2), n, ignore_index=2),
+    "weighted loss": lambda x, n, s, **_: F.cross_entropy(
+        x.view(-1, D), n.view(-1), s.detach().abs(), label_smoothing=0.1
+    ),
+    "sum of losses": lambda x, n, **_: F.cross_entropy(x.flatten(0, 1), n.flatten(), reduction="sum") / 7,
+    "losses": lambda x, n, **_: F.cross_entropy(x.view(-1, D), n.view(-1), reduction="none").view(B, T),
+    "likelihood": lambda x, n, **_: F.nll_loss(F.log_softmax(x, -1).view(-1, D), n.view(-1)),
+    "squares": lambda x, y, **_: F.mse_loss(x, y) + F.smooth_l1_loss(x, y, reduction="sum"),
+    "divergence": lambda x, y, **_: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "chosen classes": lambda x, n, **_: x.gather(-1, n[..., None]).squeeze(-1),
+    "in place": lambda x, y, **_: _add_in_place(x, y),
+    "set features": lambda x, **_: _set(x, (slice(None), slice(None), slice(0, 2)), 0.0),
+    "addmm": lambda x, w, s, **_: torch.addmm(s, x.view(-1, D), w),
+    "scores": lambda x, y, **_: _heads(x) * 0.5,
+}
+
+#: Operations that gather whole sequences.
+GATHERING = {
+    "cumsum": lambda x, **_: x.cumsum(1),
+    "convolution": lambda x, w, **_: F.conv1d(x.transpose(1, 2), w[..., None].expand(D, D, 3), padding=1),
+    "flip": lambda x, **_: x.flip(1),
+    "roll": lambda x, **_: torch.roll(x, 1, 1),
+    "largest position": lambda x, **_: x.max(1).values,
+    "spread": lambda x, **_: x.std(1) + x.var(),
+    "softmax over positions": lambda x, **_: x.softmax(1),
+    "scores of pairs": lambda x, y, **_: x @ y.transpose(1, 2),
+    "attention by hand": lambda x, y, tri, **_: (x @ y.mT).masked_fill(~tri, -1e9).softmax(-1) @ x,
+    "outer": lambda x, y, **_: x.sum(-1)[:, :, None] - y.sum(-1)[:, None],
+    "choose by mask": lambda x, m, **_: x[m],
+    "choose by numbers": lambda x, **_: x[torch.arange(B), torch.tensor([2, 5])],
+    "cat of positions": lambda x, y, **_: torch.cat([x, y], dim=1),
+    "split positions": lambda x, **_: list(x.split(4, dim=1)),
+    "chunked view": lambda x, **_: x.view(B, 1, T, D).reshape(B * D, T),
+    "set positions": lambda x, y, **_: _set(x, (slice(None), slice(1, 4)), y[:, 2:5]),
+    "set by mask": lambda x, m, **_: _set(x, m, 2.0),
+    "shift": lambda n, **_: _shift(n),
+    "pad positions": lambda x, **_: F.pad(x, (0, 0, 1, 2)),
+    "sort": lambda x, **_: x.sort(1).values,
+    "group norm": lambda x, **_: F.group_norm(x.transpose(1, 2), 2),
+    "two layouts": lambda x, y, **_: x[:, 1:] * y[:, :-1],
+    "attention": lambda x, y, **_: F.scaled_dot_product_attention(_heads(x), _heads(y), _heads(x), is_causal=True),
+    "masked attention": lambda x, y, tri, **_: F.scaled_dot_product_attention(
+        _heads(x), _heads(y), _heads(y), attn_mask=tri
+    ),
+    "number": lambda x, **_: x * float(x.abs().max()),
+}
+
+_SEQUENCES = ("x", "y", "n")
+
+
+def _run(operation, given):
+    trained = {name: value for name, value in given.items() if value.is_floating_point()}
+    result = whole_of(operation(**given))
+    parts = [part for part in (result if isinstance(result, list) else [result]) if part.is_floating_point()]
+    if not any(part.requires_grad for part in parts):
+        return result, {}
+    weights = torch.Generator().manual_seed(9)
+    loss = sum((part * torch.randn(part.shape, generator=weights, dtype=part.dtype)).sum() for part in parts)
+    loss.backward()
+    return result, {name: value.grad for name, value in trained.items()}
+
+
+def _alone(operation):
+    given = _given()
+    return _run(operation, {name: v.requires_grad_() if v.is_floating_point() else v for name, v in given.items()})
+
+
+def _shared(operation, size):
+    """The results, gradients and gathered bytes of each rank."""
+
+    def rank(group):
+        leaves = {name: v.requires_grad_() if v.is_floating_point() else v for name, v in _given().items()}
+        given = {name: cut(value, group) if name in _SEQUENCES else value for name, value in leaves.items()}
+        result = whole_of(made := operation(**given))
+        parts = [part for part in (result if isinstance(result, list) else [result]) if part.is_floating_point()]
+        if any(part.requires_grad for part in parts):
+            weights = torch.Generator().manual_seed(9)
+            loss = sum((part * torch.randn(part.shape, generator=weights, dtype=part.dtype)).sum() for part in parts)
+            loss.backward()
+        gathered = {name for name in group.gathered if name != "test"}
+        return result, {name: v.grad for name, v in leaves.items() if v.is_floating_point()}, gathered, made
+
+    return run_context(size, rank)
+
+
+def _compare(operation, size):
+    result, gradients = _alone(operation)
+    everyone = _shared(operation, size)
+    for theirs, *_ in everyone:
+        torch.testing.assert_close(theirs, result, atol=1e-10, rtol=1e-10)
+    for name, gradient in gradients.items():
+        mine = [grads[name] for _, grads, *_ in everyone]
+        if gradient is None:
+            assert all(one is None or not one.any() for one in mine)
+            continue
+        mean = torch.stack([torch.zeros_like(gradient) if one is None else one for one in mine]).mean(0)
+        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    return everyone
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_operations_with_a_rule_gather_nothing(name):
+    for *_, gathered, _ in _compare(LOCAL[name], 2):
+        assert not gathered
+
+
+@pytest.mark.parametrize("name", GATHERING)
+def test_operations_over_positions_gather(name):
+    _compare(GATHERING[name], 3)
+
+
+def test_what_was_gathered_is_cut_again():
+    for *_, made in _compare(lambda x, **_: torch.roll(x, 1, 1), 2):
+        assert isinstance(made, ShardedSequence)

@@ -1,0 +1,102 @@
+"""A context group whose ranks are threads of one process, for tests of what they compute, not of how it travels."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from smp_runtime.context import rules  # noqa: F401 - it registers them
+from smp_runtime.context.exchange import ContextGroup
+from smp_runtime.context.layout import zigzag
+from smp_runtime.context.sequence import ShardedSequence
+
+_PATIENCE = 60.0
+
+
+class _Ended:
+    def wait(self) -> None:
+        pass
+
+
+class ThreadCollectives:
+    """Collectives between threads."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._barrier = size, threading.Barrier(size, timeout=_PATIENCE)
+        self._given: list[Any] = [None] * size
+        self.here = threading.local()
+
+    def _exchange(self, value: torch.Tensor) -> list[torch.Tensor]:
+        self._given[self.here.rank] = value
+        self._barrier.wait()
+        everyone = list(self._given)
+        self._barrier.wait()
+        return everyone
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: object) -> _Ended:
+        full.view(-1).copy_(torch.cat([part.reshape(-1) for part in self._exchange(shard.clone())]))
+        return _Ended()
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: object) -> _Ended:
+        shard.copy_(torch.stack(self._exchange(full.clone())).sum(0).view(self._size, -1)[self.here.rank])
+        return _Ended()
+
+    def all_reduce(self, tensor: torch.Tensor, group: object) -> _Ended:
+        tensor.copy_(torch.stack(self._exchange(tensor.clone())).sum(0))
+        return _Ended()
+
+    def abort(self) -> None:
+        """End the waiting of the other threads."""
+        self._barrier.abort()
+
+
+def run_context(size: int, function: Callable[[ContextGroup], Any]) -> list[Any]:
+    """Run ``function(group)`` on each rank of a context group; return what they return."""
+    collectives = ThreadCollectives(size)
+    results: list[Any] = [None] * size
+    errors: list[str] = []
+
+    def run(rank: int) -> None:
+        collectives.here.rank = rank
+        ranks: Any = types.SimpleNamespace(
+            rank_in=lambda kind: rank,
+            size=lambda kind: size,
+            cfg=types.SimpleNamespace(context_parallel="all_gather"),
+            process_group=lambda kind: None,
+            collectives=collectives,
+        )
+        try:
+            results[rank] = function(ContextGroup(ranks))
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException:  # noqa: BLE001 - raised below, in the test's own thread
+            errors.append(traceback.format_exc())
+            collectives.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise AssertionError(errors[0])
+    return results
+
+
+def cut(whole: torch.Tensor, group: ContextGroup, dim: int = 1) -> ShardedSequence:
+    """The sequence of a whole tensor; gradients reach it through the slices."""
+    layout = zigzag(whole.shape[dim], group.size)
+    return ShardedSequence(group.take(whole, dim, layout), dim, layout, group)
+
+
+def whole_of(value: Any) -> Any:
+    """Results with whole tensors."""
+    if isinstance(value, ShardedSequence):
+        return value.whole("test")
+    if isinstance(value, list | tuple):
+        return [whole_of(item) for item in value]
+    return value
