@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
-from smp_runtime.context.sequence import ShardedSequence
+import torch.nn.functional as F
 from support.ranks.context_threads import cut, run_context, whole_of
+
+from smp_runtime.context.sequence import ShardedSequence
 
 B, T, D = 2, 11, 6
 

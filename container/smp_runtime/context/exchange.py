@@ -7,6 +7,7 @@ from, summed over the ranks.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ class ContextGroup:
         self.gathered: dict[str, int] = {}
         self.received = 0
         self._on_device: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._taken: dict[int, tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor]] = {}
 
     @classmethod
     def of(cls, ranks: Ranks) -> ContextGroup:
@@ -76,6 +78,18 @@ class ContextGroup:
             return whole.index_select(dim, index)
         apart = whole.unflatten(dim, (layout.outer, layout.length, layout.inner))
         return apart.index_select(dim + 1, index).flatten(dim, dim + 2)
+
+    def take_kept(self, whole: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
+        """Return this rank's positions of a whole tensor without gradients: the same tensor while it is not changed."""
+        if whole.requires_grad or whole.is_inference():
+            return self.take(whole, dim, layout)
+        former = self._taken.get(id(whole))
+        key = (whole._version, dim, layout)
+        if former is None or former[0]() is not whole or former[1] != key:
+            if len(self._taken) >= _MOST_TAKEN:
+                self._taken.clear()
+            former = self._taken[id(whole)] = weakref.ref(whole), key, self.take(whole, dim, layout)
+        return former[2]
 
     def gather(self, local: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
         """Return the whole tensor of the ranks' slices."""
@@ -125,6 +139,9 @@ class ContextGroup:
 
 #: Indices of so many layouts are kept on the device.
 _MOST_INDICES = 256
+
+#: This rank's rows of so many masks are kept, for the layers that share a mask.
+_MOST_TAKEN = 4
 
 
 def _order(layout: SequenceLayout) -> torch.Tensor:

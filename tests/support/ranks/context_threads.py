@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from smp_runtime.context import rules  # noqa: F401 - it registers them
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
@@ -30,7 +31,7 @@ class ThreadCollectives:
         self._given: list[Any] = [None] * size
         self.here = threading.local()
 
-    def _exchange(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def _exchange(self, value: Any) -> list[Any]:
         self._given[self.here.rank] = value
         self._barrier.wait()
         everyone = list(self._given)
@@ -47,6 +48,18 @@ class ThreadCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, group: object) -> _Ended:
         tensor.copy_(torch.stack(self._exchange(tensor.clone())).sum(0))
+        return _Ended()
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        group: object,
+        sizes: tuple[list[int], list[int]] | None = None,
+    ) -> _Ended:
+        leaving = [sent.numel() // self._size] * self._size if sizes is None else list(sizes[1])
+        everyone = self._exchange([part.clone() for part in sent.split(leaving)])
+        received.copy_(torch.cat([parts[self.here.rank] for parts in everyone]))
         return _Ended()
 
     def abort(self) -> None:
@@ -73,7 +86,7 @@ def run_context(size: int, function: Callable[[ContextGroup], Any]) -> list[Any]
             results[rank] = function(ContextGroup(ranks))
         except threading.BrokenBarrierError:
             pass
-        except BaseException:  # noqa: BLE001 - raised below, in the test's own thread
+        except BaseException:
             errors.append(traceback.format_exc())
             collectives.abort()
 

@@ -6,41 +6,68 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from smp_runtime.context.rules.pointwise import align
+from smp_runtime.context.attention import attend
 from smp_runtime.context.sequence import ShardedSequence, rule
+from smp_runtime.errors import SMPUserError
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS: dict[str, Any] = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
 
 
 @rule("scaled_dot_product_attention", "F.scaled_dot_product_attention")
 def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given: dict[str, Any] = {
-        "attn_mask": None,
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "scale": None,
-        "enable_gqa": False,
-    }
-    given |= {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    if not _is_cut_by_row(query) or given["dropout_p"]:
+    given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
+    query, key, value = (given[name] for name in _NAMES[:3])
+    if any(not _is_cut_by_row(one) for one in (query, key, value)) or key.sequence_layout != value.sequence_layout:
         return NotImplemented
-    mask = given["attn_mask"]
-    held = -2
-    if mask is not None:
-        mask = align(mask, query.sequence_layout, held, query, "scaled_dot_product_attention")
-    whole = [one.whole("attention") if isinstance(one, ShardedSequence) else one for one in (key, value)]
-    if given["is_causal"]:
-        rows = query.group.indices(query.sequence_layout, query.device)
-        columns = torch.arange(whole[0].shape[-2], device=query.device)
-        mask = rows[:, None] >= columns
-    options = {"scale": given["scale"]} | ({"enable_gqa": True} if given["enable_gqa"] else {})
-    return query.like(F.scaled_dot_product_attention(query.local, whole[0], whole[1], attn_mask=mask, **options))
+    if given["attn_mask"] is not None and given["is_causal"]:
+        raise SMPUserError("scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two")
+    batched = [_with_four_dims(one) for one in (query, key, value)]
+    out = attend(
+        *batched,
+        query_index=query.sequence_layout.positions,
+        key_index=key.sequence_layout.positions,
+        group=query.group,
+        mask=_rows_of_mask(given["attn_mask"], query),
+        causal=given["is_causal"],
+        scale=given["scale"],
+        dropout=given["dropout_p"],
+        # All ranks of the group draw the same number: their generators agree.
+        dropout_seed=int(torch.randint(2**31, ())) if given["dropout_p"] else None,
+        method=query.group.method,
+        grouped=given["enable_gqa"],
+    )
+    return query.like(
+        out if query.dim() == 4 else out.squeeze(0) if query.dim() == 3 else out.view(*query.local.shape[:-1], -1)
+    )
 
 
 def _is_cut_by_row(value: Any) -> bool:
     if not isinstance(value, ShardedSequence) or value.dim() < 3:
         return False
     return value.dim_held == value.dim() - 2 and value.sequence_layout.outer == value.sequence_layout.inner == 1
+
+
+def _with_four_dims(sequence: ShardedSequence) -> torch.Tensor:
+    local = sequence.local
+    return local if local.dim() == 4 else local.reshape(-1, *local.shape[-3:])
+
+
+def _rows_of_mask(mask: torch.Tensor | None, query: ShardedSequence) -> torch.Tensor | None:
+    """Return this rank's rows of a mask; the same tensor for the same mask, since what it hides is exchanged once."""
+    if mask is None:
+        return None
+    if isinstance(mask, ShardedSequence):
+        if mask.dim_held == mask.dim() - 2 and mask.sequence_layout == query.sequence_layout:
+            return mask.local
+        mask = mask.whole("attention mask")
+    if mask.dim() < 2 or mask.shape[-2] != query.shape[-2]:
+        return mask
+    return query.group.take_kept(mask, mask.dim() - 2, query.sequence_layout)
