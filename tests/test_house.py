@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "smp_tools": {"smp_config", "smp_emulation", "smp_records", "smp_runtime"},
     "smp_version2": {"smp_config", "smp_records", "smp_runtime", "smp_tools"},
     "torch_sagemaker": {"smp_config", "smp_runtime", "smp_version2"},
+    "smp_transformer_engine": {"smp_runtime", "smp_version2"},
     "smdistributed": {"smp_config", "smp_integrations", "smp_records", "smp_runtime", "smp_tools"},
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
@@ -46,6 +47,7 @@ FORBIDDEN = {
     "smp_tools": {"sagemaker", "boto3"},
     "smp_version2": {"sagemaker"},
     "torch_sagemaker": {"boto3"},
+    "smp_transformer_engine": {"sagemaker", "boto3"},
     "smp_integrations": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
@@ -54,7 +56,7 @@ LAYERS = [
     {"errors"},
     {"tensors"},
     {"comm", "microbatch_state", "parameters"},
-    {"pipeline", "smddp"},
+    {"fp8", "pipeline", "smddp"},
     {"job"},
     {"activations", "data", "data_parallel", "sharding", "step", "tensor_parallel"},
     {"nn", "optim"},
@@ -184,6 +186,7 @@ def test_every_package_is_known_as_own():
         "smp_integrations",
         "smp_runtime",
         "smp_tools",
+        "smp_transformer_engine",
         "smp_version2",
         "torch_sagemaker",
     }

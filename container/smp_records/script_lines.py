@@ -11,7 +11,7 @@ from types import FrameType
 
 #: Packages of this library, wherever they are installed.
 _RUNTIME = frozenset(
-    {"smdistributed", "smp_integrations", "smp_runtime", "smp_tools", "smp_version2", "torch_sagemaker"}
+    """smdistributed smp_integrations smp_runtime smp_tools smp_transformer_engine smp_version2 torch_sagemaker""".split()
 )
 _OURS = _RUNTIME | {"smp_config", "smp_emulation", "smp_estimator", "smp_launch", "smp_records"}
 

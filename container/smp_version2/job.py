@@ -22,6 +22,7 @@ from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker, mix_seeds
 from smp_version2 import cache_flushes, recomputation, sharded_modules, updates
+from smp_version2.eight_bits import job as eight_bits
 from smp_version2.state import state
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
     joined.at_leave.append(recomputation.install(parameters, joined.ranks))
     joined.at_leave.append(updates.install(joined))
+    joined.at_leave.append(eight_bits.install(parameters, joined.ranks))
     if parameters.fsdp_cache_flush_warnings:
         joined.at_leave.append(cache_flushes.install(joined.ranks.device))
     _seed_split_numbers(parameters.random_seed, joined.ranks)

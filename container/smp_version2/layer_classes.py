@@ -17,7 +17,7 @@ _BLOCKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _MIXTURES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class _Recognized(type):
+class MemberClass(type):
     """Makes ``isinstance`` true for the modules of a set."""
 
     members: Callable[[], Iterable[nn.Module]]
@@ -26,7 +26,7 @@ class _Recognized(type):
         return isinstance(instance, nn.Module) and instance in cls.members()
 
 
-class TransformerLayer(metaclass=_Recognized):
+class TransformerLayer(metaclass=MemberClass):
     """Stands for the blocks of transformed models in ``isinstance``."""
 
     @staticmethod
@@ -39,13 +39,18 @@ class TETransformerLayer(TransformerLayer):
     """Stands for the same blocks; scripts for older PyTorchs wrap it."""
 
 
-class MoELayer(metaclass=_Recognized):
+class MoELayer(metaclass=MemberClass):
     """Stands for the mixtures of experts of transformed models in ``isinstance``."""
 
     @staticmethod
     def members() -> Iterable[nn.Module]:
         """Return all modules that count as instances."""
         return _MIXTURES
+
+
+def noted_blocks() -> list[nn.Module]:
+    """Return the blocks of transformed models that are alive."""
+    return list(_BLOCKS)
 
 
 def note_blocks(blocks: Iterable[nn.Module]) -> None:

@@ -17,6 +17,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.model.recipe import apply_tensor_parallelism
 from smp_runtime.module_conversion.scopes import mark_in_place
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
+from smp_version2.eight_bits.job import adopt_layers
 from smp_version2.layer_classes import find_blocks, note_blocks, note_mixtures
 from smp_version2.modules import empty_module_params
 from smp_version2.moe.config import MoEConfig
@@ -77,6 +78,7 @@ def transform(
     note_blocks(blocks)
     if device is not None or dtype is not None:
         model = model.to(device=device, dtype=dtype)
+    adopt_layers(model)
     return model
 
 

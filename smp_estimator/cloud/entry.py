@@ -38,6 +38,7 @@ PACKAGES = (
     "smp_records",
     "smp_runtime",
     "smp_tools",
+    "smp_transformer_engine",
     "smp_version2",
     "torch_sagemaker",
 )
@@ -270,8 +271,9 @@ def leading_host() -> str:
 def _resources() -> dict[str, Any]:
     """Return the platform's description of the job's hosts, or an empty mapping if there is none."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
+    path = os.path.join(base, "input", "config", "resourceconfig.json")
     try:
-        with open(os.path.join(base, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}

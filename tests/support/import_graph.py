@@ -19,6 +19,7 @@ PACKAGES = {
     "smp_tools": ROOT / "container" / "smp_tools",
     "smp_integrations": ROOT / "container" / "smp_integrations",
     "torch_sagemaker": ROOT / "container" / "torch_sagemaker",
+    "smp_transformer_engine": ROOT / "container" / "smp_transformer_engine",
     "smp_version2": ROOT / "container" / "smp_version2",
     "smp_records": ROOT / "container" / "smp_records",
     "smp_config": ROOT / "container" / "smp_config",

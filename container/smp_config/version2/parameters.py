@@ -1,4 +1,4 @@
-"""Settings of version 2 of the library (``import torch.sagemaker as tsm``): nine keys, typed.
+"""Settings of version 2 of the library (``import torch.sagemaker as tsm``): nine documented keys and ``fp8``, typed.
 
 Source: the developer guide's page ``distributed-model-parallel-v2-reference``. The notebook's ``parameters``, the file or
 dictionary that a script gives to ``tsm.init``, and the hyperparameter ``mp_parameters`` of a job are the same class.
@@ -41,6 +41,7 @@ _ALLOWED = {
     "context_parallel_degree": _DEGREE,
     "expert_parallel_degree": _DEGREE,
     "random_seed": "a whole number of 0 or more, such as 12345",
+    "fp8": _FLAG,
 }
 
 
@@ -83,6 +84,9 @@ class Version2Parameters(BaseModel):
         12345,
         ge=0,
         description="Seed of what tensor and expert parallel ranks draw on their own; their ranks are added.",
+    )
+    fp8: StrictBool = Field(
+        False, description="Linear layers multiply numbers of 8 bits in all passes; needs tsm.transform."
     )
 
     @classmethod

@@ -189,6 +189,11 @@ class Replicas:
                 "join() lets ranks leave the loop, but with fp16 all ranks agree on overflows in every step; use bf16, or "
                 "give all ranks the same number of batches"
             )
+        if self._ranks.cfg.fp8 and enable:
+            raise SMPUserError(
+                "join() lets ranks leave the loop, but with fp8 all ranks agree on scales in every update; turn fp8 off, or give "
+                "all ranks the same number of batches"
+            )
         if not self._window.reduces or not enable:
             yield
             return

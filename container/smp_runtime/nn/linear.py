@@ -10,6 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
+from smp_runtime.fp8.current import find_call
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
 from smp_runtime.tensor_parallel.collectives import (
     agreeing_on_shape,
@@ -47,6 +48,8 @@ class DistributedLinear(ReadByOthers):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    #: Its products may be in 8 bits.
+    multiplies_rows = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None):
         super().__init__()
@@ -79,11 +82,11 @@ class DistributedLinear(ReadByOthers):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``[batch, …, in]`` to ``[batch, …, out]``."""
-        group = self.tensor_group
+        group, product = self.tensor_group, find_call(self) or F.linear
         if group.size == 1:
-            return F.linear(input, self._map(), self.bias)
+            return product(input, self._map(), self.bias)
         if group.prescaled:
-            output = sum_partials(F.linear(take_slice(input, group, -1), self._map()), group)
+            output = sum_partials(product(take_slice(input, group, -1), self._map(), None), group)
         elif input.dim() < 2:
             raise SMPUserError(
                 f"DistributedLinear got an input of shape {list(input.shape)}; with a batch per rank its first dim is the "
@@ -91,7 +94,7 @@ class DistributedLinear(ReadByOthers):
             )
         else:
             features = exchange_parts(agreeing_on_shape(input, group), group, split=-1, joined=0)
-            output = scatter_summed(F.linear(features, self._map()), group, 0)
+            output = scatter_summed(product(features, self._map(), None), group, 0)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -113,6 +116,7 @@ class DistributedConv1D(DistributedLinear):
 class _Projection(DistributedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
+    multiplies_rows = True
 
     def __init__(self, in_features: int, std: float | None) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
+    from smp_runtime.sharding.all_gather import Gathering
 
 #: Elements to which shards are rounded up, so that vector instructions and GPU loads stay aligned.
 ALIGNMENT = 8
@@ -145,6 +146,18 @@ class UnitUse:
     is_inner: bool = False
 
 
+class RoundingGather(Protocol):
+    """Gathers a unit's parameters in fewer bits than they are kept in."""
+
+    def may_round(self) -> bool:
+        """Return whether it may by now; the same on all ranks."""
+        ...
+
+    def start(self, gathering: Gathering, full: torch.Tensor) -> Work:
+        """Begin to fill the unit's whole."""
+        ...
+
+
 class ShardedUnit(FlatUnit):
     """A flat unit that each rank keeps only its shard of; all ranks have the whole while it is used.
 
@@ -172,6 +185,8 @@ class ShardedUnit(FlatUnit):
         is_filled: whether the parameters hold this rank's part only, for a script that reads or writes them.
         is_touched: whether the script may have written into the parameters without a change of any counter.
         was_written: whether it has, so that float32 copies must follow.
+        rounding: gathers the unit in 8 bits; None for a unit that is always gathered as it is.
+        is_rounded: whether the last gather was in 8 bits.
     """
 
     def __init__(
@@ -210,6 +225,8 @@ class ShardedUnit(FlatUnit):
         self.is_filled = False
         self.is_touched = False
         self.was_written = False
+        self.rounding: RoundingGather | None = None
+        self.is_rounded = False
         self._versions: list[int] = []
 
     @property

@@ -24,6 +24,7 @@ from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.script_writes import check_shape
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner
+from smp_runtime.sharding.eight_bit_gather import EightBitGather, find_scales
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.module_hooks import ModuleUses
@@ -68,6 +69,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         gathering = make_gathering(ranks, hierarchical=self.options.hierarchical)
         degree = ranks.size(Group.SHARD)
         wide = precision.wide_parameters(module.modules())  # units have one type
+        scales = find_scales(module)
         chosen = [p for p in parameters if is_sharded(p, self.options) and id(p) not in wide]
         units = [
             ShardedUnit(
@@ -80,8 +82,11 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 ranks.device,
                 by_tokens=plan.by_tokens,
             )
-            for plan in plan_units(module, chosen, self.options)
+            for plan in plan_units(module, chosen, self.options, scales)
         ]
+        for unit in units:
+            if all(id(parameter) in scales for parameter in unit.parameters):
+                unit.rounding = EightBitGather(unit, [scales[id(parameter)] for parameter in unit.parameters])
         super().__init__(ranks, Group.SHARD, parameters, units, precision, gathering.shard_of)
         speaks = ranks.rank_in(Group.DP) == 0  # of each stage
         if speaks:
@@ -294,7 +299,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             if not asked:
                 continue
             was_there = unit.ready
-            self.live.fetch(unit)
+            self.live.fetch_exact(unit)
             try:
                 values = [parameter.detach().to("cpu", copy=True) for parameter in asked if keep]
             finally:

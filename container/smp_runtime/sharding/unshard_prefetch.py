@@ -14,6 +14,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.sharding.all_gather import Gathering
     from smp_runtime.sharding.flat_unit import ShardedUnit
@@ -57,6 +58,7 @@ class UnshardPrefetch:
         self.trace = GatherTrace()
         self._gathered: dict[int, ShardedUnit] = {}  # by number, in the order of gathering
         self._requests: GatherRequests | None = None
+        self._is_exact = False
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -81,6 +83,16 @@ class UnshardPrefetch:
                 self._make_room(unit)
                 self._start(unit)
             self._finish(unit)
+
+    def fetch_exact(self, unit: ShardedUnit) -> None:
+        """Do the same with values that are not rounded to 8 bits."""
+        if unit.is_rounded:
+            self.free(unit)
+        self._is_exact = True
+        try:
+            self.fetch(unit)
+        finally:
+            self._is_exact = False
 
     def done(self, unit: ShardedUnit) -> None:
         """End a use of the unit; free it unless it is still in use or needed next."""
@@ -138,14 +150,22 @@ class UnshardPrefetch:
             if unit is wanted:
                 self.fetch(unit)
             elif unit.ready:
-                self._gathering.start(torch.empty_like(unit.full), unit.shard).wait()
+                self._bring(unit, torch.empty_like(unit.full)).wait()
             else:
-                self._gathering.start(unit.allocate(), unit.shard).wait()
+                self._bring(unit, unit.allocate()).wait()
                 unit.detach()
+
+    def _bring(self, unit: ShardedUnit, full: torch.Tensor) -> Work:
+        """Begin to fill ``full``, in 8 bits if the unit's layers multiply so."""
+        rounding = unit.rounding
+        unit.is_rounded = rounding is not None and not self._is_exact and rounding.may_round()
+        if rounding is not None and unit.is_rounded:
+            return rounding.start(self._gathering, full)
+        return self._gathering.start(full, unit.shard)
 
     @torch.no_grad()
     def _start(self, unit: ShardedUnit) -> None:
-        unit.work = self._gathering.start(unit.allocate(), unit.shard)
+        unit.work = self._bring(unit, unit.allocate())
         self._gathered[self._numbers[id(unit)]] = unit
         self.elements += unit.filled
         self.peak = max(self.peak, self.elements)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,9 @@ def is_sharded(parameter: torch.Tensor, options: ShardingOptions) -> bool:
     return parameter.is_floating_point() and parameter.numel() >= max(1, options.persistence_threshold)
 
 
-def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: ShardingOptions) -> list[WrapPlan]:
+def plan_units(
+    module: nn.Module, parameters: Iterable[nn.Parameter], options: ShardingOptions, apart: Container[int] = ()
+) -> list[WrapPlan]:
     """Divide ``parameters`` into units, in the order of the modules.
 
     Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
@@ -81,15 +83,19 @@ def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: S
     fetched while it is used; a module above that is divided into its children. What one module holds itself is never
     divided, even if it is more than ``max_live``. The experts of a mixture are fetched together, where its module is called: which
     of them are used depends on the tokens, and each rank has others.
+
+    Args:
+        apart: by ``id``, parameters that are gathered in another way than others, and so in units of their own.
     """
-    planner = _Planner({id(parameter): parameter for parameter in parameters}, options)
+    planner = _Planner({id(parameter): parameter for parameter in parameters}, options, apart)
     planner.visit(module, "", is_root=True)
     return planner.units
 
 
 class _Planner:
-    def __init__(self, left: dict[int, nn.Parameter], options: ShardingOptions) -> None:
+    def __init__(self, left: dict[int, nn.Parameter], options: ShardingOptions, apart: Container[int]) -> None:
         self._left = left
+        self._apart = apart
         self._target = max(1, options.max_live // 2)
         self.units: list[WrapPlan] = []
 
@@ -124,9 +130,11 @@ class _Planner:
     def _take(
         self, module: nn.Module, name: str, parameters: list[nn.Parameter], *, together: bool, by_tokens: bool = False
     ) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, bool, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+            is_apart = id(parameter) in self._apart
+            kind = parameter.dtype, parameter.device, parameter.requires_grad, is_apart
+            kinds.setdefault(kind, []).append(parameter)
             del self._left[id(parameter)]
         # A parent module's own parameters are gathered when they are read, not while all its children run.
         self.units += [WrapPlan(name, module if together else None, kind, by_tokens) for kind in kinds.values()]

@@ -17,6 +17,7 @@ from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_version2.checkpoint.agreement import MissingKeysError, agree, describe_failures
 from smp_version2.checkpoint.filesystem import DistributedFileSystemReader
 from smp_version2.checkpoint.local_shards import LocalShard
+from smp_version2.eight_bits import state as eight_bit_state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import LoadPlanner, Metadata, StorageReader
@@ -63,8 +64,11 @@ def load(
         raise SMPUserError(f"the state to load is {kind_of(state_dict)}; pass a dictionary")
     reader = _choose_reader(checkpoint_id, storage_reader, s3_region, s3client_config)
     problem: Exception | None = None
+    has_scales = False
     try:
-        _check(state_dict, read_metadata(reader), check_keys_matched)
+        metadata = read_metadata(reader)
+        _check(state_dict, metadata, check_keys_matched)
+        has_scales = eight_bit_state.KEY in metadata.state_dict_metadata and eight_bit_state.KEY not in state_dict
     except CheckpointError as error:
         problem = error
     if dist.is_initialized():
@@ -72,6 +76,8 @@ def load(
     elif problem is not None:
         raise problem
     try:
+        if has_scales:  # they are no part of what the script loads
+            state_dict[eight_bit_state.KEY] = ""
         checkpoint.load(
             state_dict,
             storage_reader=reader,
@@ -81,6 +87,10 @@ def load(
     except CheckpointException as error:
         where = getattr(reader, "checkpoint_id", checkpoint_id)
         raise describe_failures(f"the checkpoint {where} was not loaded", error.failures, process_group) from error
+    finally:
+        scales = state_dict.pop(eight_bit_state.KEY, "") if has_scales else ""
+    if scales:
+        eight_bit_state.go_on_with(scales)
 
 
 def _choose_reader(

@@ -17,6 +17,7 @@ from smp_runtime.job import session
 from smp_version2.checkpoint.agreement import describe_failures, list_ranks
 from smp_version2.checkpoint.async_utils import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from smp_version2.checkpoint.filesystem import DistributedFileSystemWriter
+from smp_version2.eight_bits import state as eight_bit_state
 from smp_version2.state import state
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def save(
     """
     _check(state_dict, process_group, coordinator_rank)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
-    _write(_read_stateful(state_dict), writer, planner, process_group)
+    _write(_read_stateful(state_dict) | eight_bit_state.values_to_save(), writer, planner, process_group)
 
 
 def async_save(  # noqa: PLR0913 - the documented signature
@@ -107,7 +108,7 @@ def async_save(  # noqa: PLR0913 - the documented signature
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     group = queue.group_of(process_group)
     stager: Any = writer if hasattr(writer, "stage") else BlockingAsyncStager()
-    copied = stager.stage(_read_stateful(state_dict))
+    copied = stager.stage(_read_stateful(state_dict) | eight_bit_state.values_to_save())
     work = functools.partial(_write, copied, writer, planner, group)
     return queue.begin(work, str(getattr(writer, "checkpoint_id", checkpoint_id)))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from smp_runtime.fp8.current import find_call
 from smp_runtime.nn.distributed_module import ReadByOthers
 from smp_runtime.parameters.registry import TensorSlice, cut
 from smp_runtime.tensor_parallel import collectives
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_config import Group
+    from smp_runtime.fp8.current import Multiply
     from smp_runtime.tensor_parallel.block_entry import SharedInput
     from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -52,20 +54,32 @@ class LinearSplit:
         return int(self.columns == self.transposed)
 
     def apply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup, shared: SharedInput
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: TensorGroup,
+        shared: SharedInput,
+        multiply: Multiply | None = None,
     ) -> torch.Tensor:
-        """Map replicated rows ``[…, in]`` to ``[…, out]``; unless joined, one side has only this rank's features."""
+        """Map replicated rows ``[…, in]`` to ``[…, out]``; unless joined, one side has only this rank's features.
+
+        Args:
+            multiply: in place of ``F.linear``; None for that.
+        """
         matrix = weight.t() if self.transposed else weight
+        product = F.linear if multiply is None else multiply
         if group.size > 1 and (self.local or self.owner is not None):
-            return self._alone(x, matrix, bias, group)
+            return self._alone(x, matrix, bias, group, product)
         if self.runs and group.size > 1:
             matrix = cut(matrix, 0, self.runs[group.rank])
             bias = None if bias is None else cut(bias, 0, self.runs[group.rank])
         if self.columns:
-            features = F.linear(shared.of(x, group), matrix, bias)
+            features = product(shared.of(x, group), matrix, bias)
             return collectives.gather_slices(features, group, -1, partial=False) if self.joins else features
         shared.clear()
-        return multiply_rows(collectives.take_slice(x, group, -1) if self.joins else x, group, None, matrix, bias)
+        mine = collectives.take_slice(x, group, -1) if self.joins else x
+        return multiply_rows(mine, group, None, matrix, bias, multiply)
 
     def slice(self, shape: tuple[int, ...], dim: int, rank: int, size: int) -> TensorSlice:
         """Return a rank's slice of a weight or bias."""
@@ -74,13 +88,13 @@ class LinearSplit:
         return TensorSlice.of(shape, dim, rank, size, self.pieces)
 
     def _alone(
-        self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup
+        self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup, product: Multiply
     ) -> torch.Tensor:
         if self.owner is not None and self.owner != group.rank:
             return x.new_zeros((*x.shape[:-1], *self.pieces))
         if self.columns:
-            return F.linear(x, matrix, bias)
-        return F.linear(x, matrix, None if bias is None else bias / group.size)
+            return product(x, matrix, bias)
+        return product(x, matrix, None if bias is None else bias / group.size)
 
 
 class PlannedLinear(ReadByOthers):
@@ -100,6 +114,8 @@ class PlannedLinear(ReadByOthers):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    #: Its products may be in 8 bits.
+    multiplies_rows = True
 
     def __init__(
         self, in_features: int, out_features: int, split: LinearSplit, bias: bool, shared: SharedInput, reduction: Group
@@ -125,7 +141,8 @@ class PlannedLinear(ReadByOthers):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute features of replicated rows."""
-        return self.split.apply(input, self._own_part("weight"), self._own_part("bias"), self.tensor_group, self.shared)
+        weight, bias = self._own_part("weight"), self._own_part("bias")
+        return self.split.apply(input, weight, bias, self.tensor_group, self.shared, find_call(self))
 
     def extra_repr(self) -> str:
         """Return the sizes over all ranks, as PyTorch prints them."""

@@ -1,0 +1,5 @@
+"""What all frameworks share."""
+
+from . import recipe
+
+__all__ = ["recipe"]
