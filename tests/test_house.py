@@ -289,17 +289,57 @@ def test_no_file_is_too_long_to_read():
             assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
 
 
+def _files_with(is_found, packages=PACKAGES):
+    """Return the files of packages with a node of that kind."""
+    paths = [path for package in packages for path in files_of(package)]
+    return {str(path.relative_to(ROOT)) for path in paths if any(map(is_found, nodes(path)))}
+
+
 def test_a_schedule_is_named_in_two_files():
     from smp_config.schedules import SCHEDULES
 
-    found = set()
-    for package in PACKAGES:
-        for path in files_of(package):
-            if any(
-                isinstance(node, ast.Constant) and node.value in set(SCHEDULES) - {"simple"} for node in nodes(path)
-            ):
-                found.add(str(path.relative_to(ROOT)))
+    names = set(SCHEDULES) - {"simple"}
+    found = _files_with(lambda node: isinstance(node, ast.Constant) and node.value in names)
     assert found == {"container/smp_config/schedules.py", "container/smp_runtime/pipeline/schedule/policies.py"}
+
+
+def test_a_backend_of_collectives_is_named_in_two_files():
+    from smp_config.machine.collective_backends import TRAITS
+
+    passed = set()  # groups for objects in host memory have the same backend in every job
+
+    def is_named(node):
+        passed.update(id(word.value) for word in getattr(node, "keywords", ()) if word.arg == "backend")
+        is_of_list = getattr(node, "module", "") == "smp_config.machine.collective_backends"
+        imported = {alias.name.lower() for alias in node.names} if is_of_list else set()
+        is_name = isinstance(node, ast.Constant) and node.value in TRAITS and id(node) not in passed
+        return is_name or bool(imported & TRAITS.keys())
+
+    of_nccl_itself = {"container/smp_config/machine/shared_gpu.py"}  # a variable for tests of NCCL
+    of_smddp_itself = {"container/smp_config/smddp.py"}
+    found = _files_with(is_named, PACKAGES.keys() - {"smp_emulation"})  # it stands in for NCCL
+    assert found - of_nccl_itself - of_smddp_itself == {
+        "container/smp_config/machine/collective_backends.py",
+        "container/smp_runtime/job/backend_implementations.py",
+    }
+
+
+def test_a_launcher_is_named_in_two_files():
+    from smp_config.machine.launchers import TRAITS
+
+    of_pytorch = {"", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # scripts read them under any launcher
+    used = {name for traits in TRAITS.values() for name in (*traits.place, traits.local_rank, traits.local_size)}
+
+    def is_named(node):
+        is_member = isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("Launcher", "LauncherKind")
+        return is_member or (isinstance(node, ast.Constant) and node.value in used - of_pytorch)
+
+    # The platform's jobs run under mpirun, and what a stock image starts can import nothing yet.
+    of_mpirun = {"container/smp_launch/ranks/rank.py", "smp_estimator/cloud/entry.py"}
+    assert _files_with(is_named) - of_mpirun == {
+        "container/smp_config/machine/launchers.py",
+        "container/smp_launch/anywhere/detect_launcher.py",
+    }
 
 
 def test_the_facade_holds_no_logic():

@@ -16,6 +16,7 @@ from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.formats.values import why_no_path
 from smp_config.limits import MOST_EVERY
+from smp_config.machine import collective_backends
 from smp_config.schedules import DEFAULT_SCHEDULE, TRAITS, Schedule, default_active, describe
 from smp_config.topology import Topology
 
@@ -107,8 +108,8 @@ class ModelParallelParameters(BaseModel):
         None, ge=0, description="Stage of modules outside every smp.partition; required when auto_partition is off."
     )
     ddp: StrictBool = Field(False, description="Data parallelism with gradient all-reduce.")
-    ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = Field(
-        "auto", description="Collectives: auto picks SMDDP where supported, else NCCL on GPU and gloo on CPU."
+    ddp_dist_backend: collective_backends.Backend = Field(
+        collective_backends.AUTOMATIC, description=collective_backends.describe()
     )
     host_collectives: StrictBool | None = Field(
         None,
@@ -235,7 +236,7 @@ class ModelParallelParameters(BaseModel):
             > 1,
             "shard_optimizer_state is true": self.shard_optimizer_state,
             f"ddp_port is {self.ddp_port}": self.ddp_port is not None,
-            f"ddp_dist_backend is {self.ddp_dist_backend!r}": self.ddp_dist_backend != "auto",
+            f"ddp_dist_backend is {self.ddp_dist_backend!r}": self.ddp_dist_backend != collective_backends.AUTOMATIC,
         }
         for what, needed in needs.items():
             if needed and not self.ddp:
@@ -245,7 +246,8 @@ class ModelParallelParameters(BaseModel):
 
     @model_validator(mode="after")
     def _shared_memory(self) -> ModelParallelParameters:
-        if self.host_collectives and self.ddp_dist_backend not in ("auto", "gloo"):
+        stood_in_for = (collective_backends.AUTOMATIC, collective_backends.HOST_BACKEND)
+        if self.host_collectives and self.ddp_dist_backend not in stood_in_for:
             raise ValueError(
                 f"host_collectives is true and ddp_dist_backend is {self.ddp_dist_backend!r}; collectives through shared memory "
                 "stand in for those of gloo, on CPUs: remove one of the two"

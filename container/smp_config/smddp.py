@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError, show_value
+from smp_config.machine.collective_backends import SMDDP, chosen_backend
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
 
 #: Name of the backend of ``torch.distributed``.
-BACKEND = "smddp"
-
-#: The instance that the documentation names.
-SUPPORTED_INSTANCE = "ml.p4d.24xlarge"
+BACKEND = SMDDP
 
 SCRATCH_VARIABLE = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES"
 SORT_VARIABLE = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"
@@ -42,19 +40,9 @@ _MOST_PIECES = 64
 _DOCUMENTED_RANKS_PER_NODE = 8
 
 
-def is_automatic(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
-    """Return whether ``ddp_dist_backend="auto"`` selects SMDDP: several hosts, sharded, no tensor parallelism."""
-    if parameters.ddp_dist_backend != "auto":
-        return False
-    is_sharded = parameters.sharded_data_parallel_degree > 1
-    has_whole_tensors = parameters.tensor_parallel_degree == 1
-    is_supported = instance_type == SUPPORTED_INSTANCE and hosts > 1
-    return is_sharded and has_whole_tensors and is_supported
-
-
 def is_chosen(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
     """Return whether a job uses SMDDP's collectives: by name, which works anywhere, or automatically."""
-    return parameters.ddp_dist_backend == BACKEND or is_automatic(parameters, instance_type, hosts)
+    return chosen_backend(parameters, hosts, instance_type) == BACKEND
 
 
 def host_rows(host_of: Sequence[Hashable]) -> tuple[tuple[int, ...], ...] | str:

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from smp_config.machine import emulation
+from smp_config.machine.launchers import LOCAL_SIZE_VARIABLES
 from smp_emulation.calls import CoveredCall, answer_with, do_nothing
 from smp_emulation.errors import CudaCallError, make_refusal
 
 CPU = torch.device("cpu")
-
-#: Variables in which known launchers report the number of ranks on this host, and so the number of devices.
-_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 NAME = "CPU (emulated CUDA device)"
 
@@ -49,7 +47,7 @@ def count() -> int:
     chosen = emulation.device_count(os.environ)
     if chosen is not None:
         return chosen
-    for name in _COUNTS:
+    for name in LOCAL_SIZE_VARIABLES:
         text = os.environ.get(name, "")
         number = int(text) if text.isdigit() else 0
         if number > 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group
+from smp_config.machine.collective_backends import needs_gpu
 from smp_config.machine.instances import has_gpus, instances, require_usable
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.memory.device_memory import Kind, is_half, summed_bytes
@@ -264,9 +265,10 @@ def list_notes(forecast: Forecast) -> tuple[str, ...]:
             )
         )
     said += _gpu(forecast)
-    if parameters.ddp_dist_backend == "nccl" and has_gpus(request.instance_type) is False:
+    backend = parameters.ddp_dist_backend
+    if needs_gpu(backend) and has_gpus(request.instance_type) is False:
         said.append(
-            f'such a job is refused before it starts: ddp_dist_backend is "nccl", which moves tensors between GPUs, and '
+            f'such a job is refused before it starts: ddp_dist_backend is "{backend}", which moves tensors between GPUs, and '
             f'{request.instance_type} has none; use "auto" or "gloo"'
         )
     if parameters.host_collectives and has_gpus(request.instance_type):

@@ -9,16 +9,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, smddp
+from smp_config import ConfigError
 from smp_config.errors import suggest
+from smp_config.machine.collective_backends import AUTOMATIC, needs_gpu, traits_on_gpus
 from smp_config.machine.instances import Instance, has_gpus, instances, require_usable
 from smp_launch.sagemaker.environment import gpu_count, has_unusual_gpu
 
 if TYPE_CHECKING:
     from smp_config import JobSettings
-
-#: Backends that take one rank per GPU.
-_ONE_RANK_PER_GPU = ("nccl", smddp.BACKEND)
 
 
 def find_instance(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
@@ -74,7 +72,8 @@ def check_accelerators(
             "and is slower than that; use fp16, or instances with A10G, A100 or newer GPUs (g5, p4d, p5)"
         )
     backend = parameters.ddp_dist_backend
-    if backend not in _ONE_RANK_PER_GPU and not parameters.host_collectives:
+    takes_one_rank = backend != AUTOMATIC and traits_on_gpus(backend).takes_one_rank_per_gpu
+    if not takes_one_rank and not parameters.host_collectives:
         return
     gpus, where = count_gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
     if parameters.host_collectives and gpus:
@@ -82,12 +81,12 @@ def check_accelerators(
             f"host_collectives is true, which has ranks share host memory in jobs on CPUs, but {where} has {gpus} "
             f"GPU{'s' * (gpus != 1)}; remove host_collectives"
         )
-    if backend not in _ONE_RANK_PER_GPU:
+    if not takes_one_rank:
         return
-    if backend == "nccl" and gpus == 0:
+    if needs_gpu(backend) and gpus == 0:
         raise ConfigError(
-            f'ddp_dist_backend is "nccl", which moves tensors between GPUs, but {where} has none; use "auto", which takes NCCL '
-            'where there are GPUs, or "gloo"'
+            f'ddp_dist_backend is "{backend}", which moves tensors between GPUs, but {where} has none; use "auto", which takes '
+            'NCCL where there are GPUs, or "gloo"'
         )
     ranks = (processes or 1) * (hosts or 1) if process_mode else (processes or 1)
     if gpus and ranks > gpus:

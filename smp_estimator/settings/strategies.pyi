@@ -76,7 +76,8 @@ class ModelParallel(dict[str, Any]):
             auto_partition: Split the model automatically.
             default_partition: Stage of modules outside every smp.partition; required when auto_partition is off.
             ddp: Data parallelism with gradient all-reduce.
-            ddp_dist_backend: Collectives: auto picks SMDDP where supported, else NCCL on GPU and gloo on CPU.
+            ddp_dist_backend: Collectives; auto: smddp if sharded over several ml.p4d.24xlarge, else nccl on GPUs, else gloo on
+                CPUs.
             host_collectives: Ranks of one host reduce and gather through memory that they share, on CPUs; default: true in
                 process mode, else false.
             ddp_port: Rendezvous port; default: a free one.

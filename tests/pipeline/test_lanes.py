@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.errors import DeadlineError, SMPUserError
+from smp_runtime.job.backend_implementations import connect_gloo_pair
 from smp_runtime.pipeline.transport import tensor_channels as channels
 from smp_runtime.pipeline.transport import transport
 from smp_runtime.pipeline.transport.pair_groups import PairGroup, pair_groups
@@ -55,7 +56,7 @@ def _transport(world: int, *, connects: bool = True, **kwargs: Any) -> Any:
 
     kwargs.setdefault("device", CPU)
     kwargs.setdefault("on_message", lambda *message: came.put(message))
-    kwargs.setdefault("make_group", pair_groups("gloo"))
+    kwargs.setdefault("make_group", pair_groups(connect_gloo_pair))
     made = PipelineTransport(control, range(world), on_lost=lambda *loss: lost.put(loss), on_failed=on_failed, **kwargs)
     box = types.SimpleNamespace(transport=made, control=control, came=came, lost=lost, failed=failed)
     if connects:
@@ -494,6 +495,6 @@ def test_the_right_channel_for_each_device():
     cuda = torch.device("cuda", 0)
     assert [type(channel) for channel in choose_channels(CPU, 1, None, sends=True)] == [InlineChannel]
     assert [type(channel) for channel in choose_channels(cuda, 1, None, sends=True)] == [InlineChannel, InlineChannel]
-    made = choose_channels(CPU, 1, pair_groups("gloo"), sends=True)
+    made = choose_channels(CPU, 1, pair_groups(connect_gloo_pair), sends=True)
     assert [type(channel) for channel in made] == [InlineChannel, CollectiveChannel, InlineChannel]
     assert channel_of(torch.ones(1), made, CPU) == 2  # the group is not connected

@@ -74,9 +74,10 @@ def samples() -> list[torch.Tensor]:
 
 
 def exchange(grouped: bool) -> list[str]:
+    from smp_runtime.job.backend_implementations import connect_gloo_pair
     from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
-    box = Box(2, make_group=pair_groups("gloo") if grouped else None)
+    box = Box(2, make_group=pair_groups(connect_gloo_pair) if grouped else None)
     other = 1 - box.stage
     box.send(other, {"head": (1, "two")}, samples())
     for tensor in samples():
@@ -103,11 +104,12 @@ def test_every_dtype_and_shape_arrives(ranks, grouped):
 def chatter(count: int, delayed: bool, grouped: bool, network: bool) -> dict[str, Any]:
     from unittest import mock
 
+    from smp_runtime.job.backend_implementations import connect_gloo_pair
     from smp_runtime.pipeline.transport import connections
     from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
     with mock.patch.object(connections, "own_address", _other_address) if network else contextlib.nullcontext():
-        return _chatter(count, delayed, pair_groups("gloo") if grouped else None, network)
+        return _chatter(count, delayed, pair_groups(connect_gloo_pair) if grouped else None, network)
 
 
 def _other_address() -> str:
@@ -217,9 +219,10 @@ def test_send_does_not_wait_and_keeps_the_values(ranks, copy):
 
 
 def changed_in_place(grouped: bool) -> list[int]:
+    from smp_runtime.job.backend_implementations import connect_gloo_pair
     from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
-    box = Box(2, make_group=pair_groups("gloo") if grouped else None)
+    box = Box(2, make_group=pair_groups(connect_gloo_pair) if grouped else None)
     tensor = torch.zeros(500_000, dtype=torch.int32)
     for number in range(20):
         tensor.fill_(number)

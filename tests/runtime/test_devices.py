@@ -11,6 +11,7 @@ from support.training.pipeline_training import summing_step
 from torch import nn
 
 from smp_config import ConfigError, ModelParallelParameters
+from smp_config.machine.collective_backends import TRAITS, BackendTraits, traits_of_group
 from smp_config.machine.shared_gpu import read_shared_gpu
 from smp_runtime.comm import devices
 from smp_runtime.comm.devices import (
@@ -26,6 +27,7 @@ from smp_runtime.comm.devices import (
     visible_gpus,
 )
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.backend_implementations import implementation_of
 from smp_runtime.model.stages import _wholly_on
 from smp_runtime.pipeline.partition import decision as deciding
 
@@ -222,6 +224,22 @@ def test_gloo_sends_no_tensors_of_a_gpu_between_stages():
     assert channel_backend(GPU, "smddp") == "nccl"
     assert channel_backend(GPU, "gloo") is None
     assert channel_backend(CPU, "gloo") is None
+
+
+def test_a_new_backend_is_a_record(monkeypatch):
+    monkeypatch.setitem(
+        TRAITS, "ucc", BackendTraits("ucc if asked for", for_gpus="ucc", needs_gpu=True, order="stream")
+    )
+    asked = settings().model_copy(update={"ddp_dist_backend": "ucc"})
+    made = choose_backend(asked, GPU, 1, None, [EIGHT] * 8)
+    assert made == "cpu:gloo,cuda:ucc"
+    assert channel_backend(GPU, made) == "ucc"
+    assert traits_of_group(made, "cuda").order == "stream"
+    assert implementation_of("ucc").connect_pair is None
+    with pytest.raises(SMPUserError, match='"ucc", which takes one rank per GPU'):
+        choose_backend(asked, GPU, 1, None, [EIGHT[:1]] * 2)
+    with pytest.raises(SMPUserError, match='"ucc", but this process has no CUDA device'):
+        choose_backend(asked, CPU, 1, None, [[]])
 
 
 def test_a_step_keeps_the_order_of_the_scripts_stream(monkeypatch):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smp_config.errors import ConfigError, show_value
+from smp_config.machine.collective_backends import GLOO, NCCL
 
 #: ``nccl``: NCCL, for tests of the paths that only NCCL takes. ``gloo``, or unset: gloo, through host memory.
 VARIABLE = "SMP_SHARED_GPU"
-GLOO, NCCL = "gloo", "nccl"
 
 
 def read_shared_gpu(environ: Mapping[str, str]) -> str:

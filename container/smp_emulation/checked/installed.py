@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
 
 from smp_config.machine import emulation
+from smp_config.machine.launchers import LOCAL_SIZE_VARIABLES
 from smp_emulation.checked import collectives, communicators, composites, cuda_names
 from smp_emulation.checked.backward import BackwardThread
 from smp_emulation.checked.operations import Operations
@@ -120,9 +121,6 @@ class _Engine:
         return getattr(self.own, name)
 
 
-#: How many ranks this machine has, by whoever has started them.
-_COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
 _installed: Emulation | None = None
 
 
@@ -144,7 +142,7 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
     if devices is None:
         devices = emulation.device_count(os.environ)
     if devices is None:
-        devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
+        devices = max(1, int(next((os.environ[name] for name in LOCAL_SIZE_VARIABLES if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)
     if emulation.wants_report(os.environ):
         _installed.devices.model.report_at_exit()

@@ -11,16 +11,11 @@ from typing import Any
 
 import torch
 
+from smp_config.machine.launchers import is_first_rank
 from smp_emulation.calls import CoveredCall, answer_with
 from smp_emulation.devices import kind_here, real_device
 
 logger = logging.getLogger("smp_emulation")
-
-_RANKS = ("SMP_RANK", "RANK", "OMPI_COMM_WORLD_RANK")
-
-
-def _is_first_rank() -> bool:
-    return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
 
 
 def backend_here(backend: Any) -> Any:
@@ -45,7 +40,7 @@ def _init_process_group(original: Any) -> Any:
         used = backend_here(backend)
         if used != backend:
             kwargs.pop("pg_options", None)
-            if _is_first_rank():
+            if is_first_rank(os.environ):
                 logger.warning(
                     "init_process_group(%r): no GPU here, so the collectives of all ranks go over %s (SMP_EMULATE_CUDA=1)",
                     backend,

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
+from smp_config.machine.launchers import LOCAL_RANK_VARIABLES
 from smp_records.script_lines import script_line
 
 #: Set by the first process that uses a device, for the processes that it starts: its id and the number of the device.
 OWNER_VARIABLE = "SMP_EMULATE_CUDA_OWNER"
-_LOCAL_RANKS = ("SMP_LOCAL_RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Contexts:
 
 
 def _device_of_rank(environ: Mapping[str, str], count: int) -> int | None:
-    for name in _LOCAL_RANKS:
+    for name in LOCAL_RANK_VARIABLES:
         if environ.get(name, "").isdigit():
             return int(environ[name]) % count
     return None

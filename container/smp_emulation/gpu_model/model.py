@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smp_config.machine import emulation
+from smp_config.machine.launchers import rank_text
 from smp_emulation.gpu_model.allocator import CachingAllocator, sum_by_stream
 from smp_emulation.gpu_model.contexts import Contexts
 from smp_emulation.gpu_model.launches import StepWork
@@ -124,7 +125,7 @@ class GpuModel:
 
 
 def _print(text: str) -> None:
-    rank = os.environ.get("SMP_RANK") or os.environ.get("RANK") or "0"
+    rank = rank_text(os.environ)
     for line in text.splitlines():
         print(f"[smp] emulated GPU, rank {rank}: {line}", file=sys.stderr)
     sys.stderr.flush()

@@ -2,6 +2,8 @@
 
 Everything is read from the environment. Two answers are possible. Either this process *is* a rank, because its launcher
 has started one process for each rank. Or it stands for a host, and starts the ranks of that host.
+
+A launcher is added to the list of detections, or to the table of what ranks know of their host.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import enum
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from smp_config.errors import ConfigError
@@ -20,6 +22,7 @@ from smp_config.machine.launchers import (
     ELASTIC_VARIABLE,
     POD_PROCESSES_VARIABLE,
     PORT_VARIABLE,
+    TRAITS,
     Launcher,
     Started,
     place_of,
@@ -51,6 +54,29 @@ class LauncherKind(str, enum.Enum):
     KUBERNETES = "a pod of Kubernetes' training operator"
     SAGEMAKER = "a SageMaker job"
     MACHINE = "this machine alone"
+
+
+@dataclass(frozen=True)
+class TaskStarter:
+    """The command of a batch system that starts one process for each host or rank.
+
+    Attributes:
+        command: the words before the command that is started.
+        variable: of the environment, by which the allocation was detected.
+        place: the name of the allocation for people.
+    """
+
+    command: tuple[str, ...]
+    variable: str
+    place: str
+
+
+_STARTERS: Mapping[LauncherKind, TaskStarter] = {
+    # A task that fails ends the step. By default SLURM lets the others go on, unless its administrator set otherwise.
+    LauncherKind.SLURM_ALLOCATION: TaskStarter(
+        ("srun", "--kill-on-bad-exit=1"), "SLURM_JOB_ID", "an allocation of SLURM"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +127,21 @@ class DetectedLauncher:
         return self.kind is LauncherKind.MPI
 
     @property
+    def starter(self) -> TaskStarter | None:
+        """Return the command that starts the job's processes, if this one is before all of them."""
+        return _STARTERS.get(self.kind)
+
+    @property
+    def is_platform_job(self) -> bool:
+        """Return whether the platform has written the job's hyperparameters on this host."""
+        return self.kind is LauncherKind.SAGEMAKER
+
+    @property
+    def is_process_mode(self) -> bool:
+        """Return whether this process starts all ranks of the job, with no other launcher around it."""
+        return self.kind is LauncherKind.MACHINE
+
+    @property
     def one_host(self) -> bool:
         """Return whether all ranks run on this host."""
         return self.ranks == self.size
@@ -110,7 +151,7 @@ class DetectedLauncher:
 
         For example, ``a step of SLURM (srun): 2 ranks here (2 to 3 of 4), which meet at node1:29400``.
         """
-        if self.kind is LauncherKind.SLURM_ALLOCATION:
+        if self.starter is not None:
             return f"{self.kind.value}, on {self.host}"
         last = self.first_rank + self.ranks - 1
         if self.is_rank:
@@ -131,19 +172,23 @@ def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLa
     Raises:
         ConfigError: the environment is incomplete or contradicts itself, or the command line contradicts it.
     """
-    is_given = any(option is not None for option in (given.hosts, given.host_rank, given.master))
-    if is_given:
-        return _of_options(environ, given)
-    if _is_pod(environ):
-        return _of_pod(environ, given)
+    for detect in _DETECTIONS:
+        found = detect(environ, given)
+        if found is not None:
+            return found
+    return _of_machine(environ, given)
+
+
+def _of_started_rank(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
+    """Detect a launcher that has started one process for each rank."""
     # A step always has a place to meet, so that its tasks need no MPI, whatever srun sets for one.
     has_place = {ADDRESS_VARIABLE: "the first host", PORT_VARIABLE: "1"} if environ.get("SLURM_STEP_ID") else {}
     started = started_by({**has_place, **environ})
     if started is None:
-        return _without_ranks(environ, given)
+        return None
     # One task of a step for each host is a host; several are ranks.
     if started.launcher is Launcher.SLURM and _tasks_are_hosts(environ):
-        return _without_ranks(environ, given)
+        return None
     if (given.processes or 1) > 1:
         raise ConfigError(
             f"--processes is {given.processes}, but {started.said}: {started.launcher.value} has started one process for each rank "
@@ -153,14 +198,13 @@ def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLa
     return _of_rank(started, environ)
 
 
-def _without_ranks(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
-    """Detect a batch system or service that has started one process for each host, or none."""
-    if place_of_step(environ) is not None:
-        return _of_hosts_of_step(environ, given)
+def _of_allocation(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
+    """Detect a batch system that has started nothing yet."""
     is_inside_torchrun = bool(environ.get(ELASTIC_VARIABLE))
-    if environ.get("SLURM_JOB_ID") and not is_inside_torchrun:
-        return DetectedLauncher(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
-    return _of_sagemaker(environ, given) or _of_machine(environ, given)
+    for kind, starter in _STARTERS.items():
+        if environ.get(starter.variable) and not is_inside_torchrun:
+            return DetectedLauncher(kind, _host_name(environ), 0, 0, 0)
+    return None
 
 
 def place_of_step(environ: Mapping[str, str]) -> Started | None:
@@ -195,7 +239,10 @@ def derived_port(*names: str) -> int:
 # -- each of them ------------------------------------------------------------------------------------------------------
 
 
-def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
+def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
+    is_given = any(option is not None for option in (given.hosts, given.host_rank, given.master))
+    if not is_given:
+        return None
     hosts, mine = given.hosts, given.host_rank
     if hosts is None or mine is None or not given.master:
         missing = [
@@ -226,7 +273,8 @@ def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> Detected
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
     """Return whether an operator has numbered this pod among several and no ranks run in it yet."""
-    has_ranks = not environ.keys().isdisjoint((ELASTIC_VARIABLE, "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"))
+    of_ranks = (ELASTIC_VARIABLE, TRAITS[Launcher.TORCH].local_rank, TRAITS[Launcher.OPEN_MPI].place[1])
+    has_ranks = not environ.keys().isdisjoint(of_ranks)
     if has_ranks:
         return False
     is_numbered = not environ.keys().isdisjoint((_POD_RANK, _RENDEZVOUS, POD_PROCESSES_VARIABLE))
@@ -236,7 +284,9 @@ def _is_pod(environ: Mapping[str, str]) -> bool:
     return environ.keys() >= {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE"}
 
 
-def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
+def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
+    if not _is_pod(environ):
+        return None
     pods, mine = environ.get(_PODS, ""), environ.get(_POD_RANK, "")
     if not mine and _RENDEZVOUS in environ:
         raise ConfigError(
@@ -275,10 +325,10 @@ def _tasks_are_hosts(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES"))
 
 
-def _of_hosts_of_step(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
+def _of_hosts_of_step(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
     place = place_of_step(environ)
     if place is None:
-        raise AssertionError("this is no step of SLURM")
+        return None
     address, port = _meeting_place_of_step(environ)
     return _of_hosts(LauncherKind.SLURM_STEP, environ, _ranks(environ, given), place.size, place.rank, address, port)
 
@@ -308,28 +358,58 @@ def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
     return address, derived_port(*names)
 
 
+@dataclass(frozen=True)
+class _HostFacts:
+    """What a rank's launcher reports of its host and of the place where ranks meet; empty if it does not.
+
+    Attributes:
+        host: the name of the host, if it is not the machine's.
+        ranks: their number on the host, if it is not in the launcher's variable.
+    """
+
+    kind: LauncherKind
+    address: str
+    port: str
+    host: str = ""
+    ranks: str = ""
+
+
+def _facts_of_mpi(environ: Mapping[str, str]) -> _HostFacts:
+    return _HostFacts(LauncherKind.MPI, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, ""))
+
+
+def _facts_of_torchrun(environ: Mapping[str, str]) -> _HostFacts:
+    host = ""
+    if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and "SMP_HOST" not in environ:
+        host = f"{_host_name(environ)}-{environ['GROUP_RANK']}"  # agents are hosts; containers may have one name
+    return _HostFacts(LauncherKind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, ""), host)
+
+
+def _facts_of_step(environ: Mapping[str, str]) -> _HostFacts:
+    address, port = _meeting_place_of_step(environ)
+    return _HostFacts(LauncherKind.SLURM_STEP, address, str(port), ranks=_tasks_here(environ))
+
+
+_FACTS_OF_HOST: Mapping[Launcher, Callable[[Mapping[str, str]], _HostFacts]] = {
+    Launcher.OPEN_MPI: _facts_of_mpi,
+    Launcher.PMI: _facts_of_mpi,
+    Launcher.TORCH: _facts_of_torchrun,
+    Launcher.SLURM: _facts_of_step,
+}
+
+
 def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
-    host = _host_name(environ)
-    if started.launcher.speaks_mpi:
-        local, ranks = (environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", "") for what in ("RANK", "SIZE"))
-        kind, address, port = LauncherKind.MPI, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
-    elif started.launcher is Launcher.SLURM:
-        address, number = _meeting_place_of_step(environ)
-        local, port, kind = environ.get("SLURM_LOCALID", ""), str(number), LauncherKind.SLURM_STEP
-        ranks = _tasks_here(environ)
-    else:
-        local, ranks = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
-        if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and "SMP_HOST" not in environ:
-            host = f"{host}-{environ['GROUP_RANK']}"  # agents are hosts; containers may have one name
-        kind, address, port = LauncherKind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
-    if kind is not LauncherKind.MPI and not (address and port):
+    facts, traits = _FACTS_OF_HOST[started.launcher](environ), TRAITS[started.launcher]
+    address, port = facts.address, facts.port
+    local, ranks = environ.get(traits.local_rank, ""), facts.ranks or environ.get(traits.local_size, "")
+    if not traits.speaks_mpi and not (address and port):
         raise ConfigError(
             f"{started.said}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}, where the ranks are to meet: "
             f"{started.launcher.value} sets them; set both to the host and a free port of rank 0"
         )
     return DetectedLauncher(
-        kind,
-        host,
+        facts.kind,
+        facts.host or _host_name(environ),
         ranks=int(ranks) if is_count(ranks) else 1,
         first_rank=started.rank,
         size=started.size,
@@ -405,3 +485,14 @@ def _port(text: str) -> int:
             f"{PORT_VARIABLE} is {text!r}; the ranks meet there: set a port that is free on the host of rank 0"
         )
     return int(text)
+
+
+#: In the order in which they are asked; the first that detects its launcher decides. Without any, the job is this machine's.
+_DETECTIONS: tuple[Callable[[Mapping[str, str], LauncherSettings], DetectedLauncher | None], ...] = (
+    _of_options,
+    _of_pod,
+    _of_started_rank,
+    _of_hosts_of_step,
+    _of_allocation,
+    _of_sagemaker,
+)

@@ -19,7 +19,6 @@ from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
 from smp_config.version2.parameters import Version2Parameters
 from smp_config.version2.which_version import VERSION_VARIABLE
-from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.local_ranks import LOCAL_RANK
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.errors import LaunchError
@@ -52,10 +51,8 @@ from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
+    from smp_launch.anywhere.detect_launcher import DetectedLauncher
 from smp_config.formats.secrets import mask_secrets, masked_words
-
-#: A task that fails ends the step. By default SLURM lets the others go on, unless its administrator set otherwise.
-_SRUN = ("srun", "--kill-on-bad-exit=1")
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,8 @@ class LocalJob:
         ``ready`` is the standby with the imports that restarted ranks need not repeat.
         """
         surroundings = self.surroundings
-        if surroundings.kind is LauncherKind.SLURM_ALLOCATION:
-            return [*_SRUN, *self.again]
+        if surroundings.starter is not None:
+            return [*surroundings.starter.command, *self.again]
         local = str(surroundings.local_rank) if surroundings.is_rank else LOCAL_RANK
         rank = isolated_command("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
         if surroundings.is_rank:
@@ -139,9 +136,12 @@ class LocalJob:
         if self.surroundings.is_rank:
             passed = {**self.environment(environ), SURROUNDINGS_VARIABLE: to_text(self.surroundings)}
         elif shutil.which(command[0], path=environ.get("PATH")) is None:
+            starter = self.surroundings.starter
+            if starter is None:
+                raise AssertionError("this process is neither a rank nor before the ranks")
             raise LaunchError(
-                f"SLURM_JOB_ID is {environ.get('SLURM_JOB_ID')}, so this is an allocation of SLURM, but no folder of PATH has "
-                "srun, which starts its tasks; add the folder, or unset SLURM_JOB_ID to run on this machine alone"
+                f"{starter.variable} is {environ.get(starter.variable)}, so this is {starter.place}, but no folder of PATH has "
+                f"{command[0]}, which starts its tasks; add the folder, or unset {starter.variable} to run on this machine alone"
             )
         else:
             passed = with_secret(passed)  # srun hands it on to all tasks

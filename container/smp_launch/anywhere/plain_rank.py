@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from smp_config.machine.interfaces import LOOPBACK, interface_towards
-from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
+from smp_config.machine.launchers import ADDRESS_VARIABLE, FOREIGN_PREFIXES, PORT_VARIABLE, PROCESS_MODE_VARIABLE
 from smp_config.version2.which_version import VERSION_VARIABLE
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
@@ -30,9 +30,6 @@ FRAMEWORK_VARIABLE = "SM_FRAMEWORK_PARAMS"
 
 #: Makes Transformers and Accelerate see that there are ranks.
 _WITH_RANKS = '{"sagemaker_mpi_enabled": true}'
-
-#: Prefixes of variables left by outer launchers. They contradict the place of ranks that those have not started.
-_OF_OTHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PET_")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,7 +87,7 @@ def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: 
         "SMP_LOCAL_RANK": str(local),
         "SMP_LOCAL_SIZE": str(surroundings.ranks),
         "SMP_HOST": surroundings.host,
-        PROCESS_MODE_VARIABLE: str(int(surroundings.kind is LauncherKind.MACHINE)),
+        PROCESS_MODE_VARIABLE: str(int(surroundings.is_process_mode)),
     }
     if not surroundings.uses_mpi:
         values |= {
@@ -111,7 +108,7 @@ def _is_of_version_1(environ: Mapping[str, str]) -> bool:
 def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[str, str]) -> None:
     """Make ``environ`` the environment of a rank. The user's settings of threads and interfaces stay."""
     if not surroundings.uses_mpi:
-        foreign = [name for name in environ if name.startswith(_OF_OTHERS)]
+        foreign = [name for name in environ if name.startswith(FOREIGN_PREFIXES)]
         for name in foreign:
             del environ[name]
     with_parameters = _is_of_version_1(environ)

@@ -20,7 +20,7 @@ from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.parameters import ModelParallelParameters
 from smp_config.version2.parameters import Version2Parameters
 from smp_config.version2.which_version import choose_version
-from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, recognise
+from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherSettings, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
@@ -68,7 +68,7 @@ def run_script(
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
     try:
         surroundings = recognise(environ, LauncherSettings(processes, hosts, host_rank, master))
-        typed = _parameters(parameters, surroundings.kind, environ, script)
+        typed = _parameters(parameters, surroundings, environ, script)
         job = plan(surroundings, script, words, typed, again, environ)
     except ConfigError as error:
         sys.exit(_end(CANNOT_START, Cause(append_code(f"the job cannot start: {error}", error)), failure_file))
@@ -80,7 +80,7 @@ def run_script(
 
 def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) -> int:
     try:
-        if job.surroundings.is_rank or job.surroundings.kind is LauncherKind.SLURM_ALLOCATION:
+        if job.surroundings.is_rank or job.surroundings.starter is not None:
             job.become(environ)
         lifeline = environ.get(LIFELINE_VARIABLE) == "1"
         with StopRequests(lifeline, patience=grace_seconds(environ) + LAST_RESORT) as stop:
@@ -113,7 +113,7 @@ def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
 
 
 def _parameters(
-    given: str | None, kind: LauncherKind, environ: Mapping[str, str], script: str
+    given: str | None, surroundings: DetectedLauncher, environ: Mapping[str, str], script: str
 ) -> ModelParallelParameters | Version2Parameters | None:
     """Return the parameters of the command line, else of the environment, else of a SageMaker job.
 
@@ -134,7 +134,7 @@ def _parameters(
                 f"{PARAMETERS_VARIABLE} is no JSON ({error}); it holds the job's mp_parameters: correct or unset it, or give "
                 "--parameters"
             ) from None
-    elif kind is LauncherKind.SAGEMAKER:
+    elif surroundings.is_platform_job:
         hyperparameters = Tree.from_environment(environ).read_config("hyperparameters")
         found = decoded_hyperparameter(hyperparameters.get(MP_PARAMETERS))
     if found is None:

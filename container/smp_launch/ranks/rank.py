@@ -11,7 +11,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from smp_config.machine.launchers import PROCESS_MODE_VARIABLE
+from smp_config.machine.launchers import PROCESS_MODE_VARIABLE, TRAITS
 from smp_config.recovery import FOLDER_VARIABLE, PARAMETERS_VARIABLE
 from smp_launch.errors import LaunchError
 from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
@@ -23,7 +23,7 @@ from smp_launch.sagemaker.environment import HOST_VARIABLE, TrainingEnvironment,
 from smp_launch.sagemaker.tree import BASE_VARIABLE, Tree
 
 #: Variables in which the known launchers set this rank's number.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_RANK_VARIABLES = (*(traits.place[0] for traits in TRAITS.values() if traits.speaks_mpi), "PMIX_RANK")
 
 _LOCALHOST = "127.0.0.1"
 

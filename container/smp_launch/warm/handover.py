@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from smp_config.machine.launchers import is_first_rank
 from smp_launch.ranks import messages
 from smp_launch.ranks.imports import SOCKET_VARIABLE
 from smp_launch.warm.conditions import read_conditions
@@ -83,7 +84,7 @@ def _is_inherited(descriptor: int) -> bool:
 
 def _run(module: str, words: Sequence[str], why: str) -> int:
     """Be the rank, from its imports on."""
-    if why and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if why and is_first_rank(os.environ):
         with contextlib.suppress(OSError):
             os.write(2, f"smp-launch: ranks make their imports anew: {why}\n".encode())
     return int(importlib.import_module(module).main(words))

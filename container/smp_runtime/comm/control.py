@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from smp_config import ConfigError
 from smp_config.formats.rank_lists import ranks_text
 from smp_config.machine.launchers import Started, require_meeting_place, started_by
+from smp_config.machine.shared_gpu import GLOO
 from smp_records.rank_record import current_record
 from smp_records.script_lines import is_runtime_module, script_line
 from smp_runtime.comm.control_transports import MpiTransport, SoloTransport, StoreTransport, process_group_size
@@ -68,7 +69,7 @@ class Arrival(NamedTuple):
     instance: str | None  # its type
     gpus: list[str]  # that it sees
     process_mode: bool = False  # whether this project's launcher has started all ranks as processes of one machine
-    shared_gpu: str = "gloo"  # backend of ranks that share a GPU
+    shared_gpu: str = GLOO  # backend of ranks that share a GPU
 
 
 class ControlPlane:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import smp_emulation
-from smp_config import smddp
-from smp_config.machine import device_files, shared_gpu
+from smp_config.machine import collective_backends, device_files, shared_gpu
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import tensors_in
 
@@ -192,22 +191,21 @@ def choose_backend(
         SMPUserError: NCCL was requested without CUDA, or although ranks share a GPU.
     """
     requested = parameters.ddp_dist_backend
-    if requested == "nccl" and device.type != "cuda":
+    if collective_backends.needs_gpu(requested) and device.type != "cuda":
         raise SMPUserError(
-            'ddp_dist_backend is "nccl", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
+            f'ddp_dist_backend is "{requested}", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
         )
-    needs_gloo = device.type == "cuda" and requested != "gloo" and shared == shared_gpu.GLOO
-    if needs_gloo and (sharing := sharing_ranks(visible)):
-        if requested != "auto":
+    takes_one_rank = device.type == "cuda" and collective_backends.traits_on_gpus(requested).takes_one_rank_per_gpu
+    if takes_one_rank and shared == shared_gpu.GLOO and (sharing := sharing_ranks(visible)):
+        if requested != collective_backends.AUTOMATIC:
             raise SMPUserError(
                 f'ddp_dist_backend is "{requested}", which takes one rank per GPU, but {_crowd(visible, sharing)}; start at '
                 'most one process per GPU, or set ddp_dist_backend to "auto" or "gloo" '
                 f"({shared_gpu.VARIABLE}={shared_gpu.NCCL} allows it for tests)"
             )
-        return "gloo"
-    if smddp.is_chosen(parameters, instance_type, hosts):
-        return smddp.BACKEND
-    return "gloo" if requested == "gloo" else plain_backend(device)
+        return collective_backends.HOST_BACKEND
+    chosen = collective_backends.chosen_backend(parameters, hosts, instance_type)
+    return collective_backends.group_backend(chosen, device.type)
 
 
 def choose_host_collectives(
@@ -222,7 +220,7 @@ def choose_host_collectives(
     Raises:
         SMPUserError: it was requested on a GPU.
     """
-    on_cpus = device.type == "cpu" and backend == "gloo"
+    on_cpus = device.type == "cpu" and backend == collective_backends.HOST_BACKEND
     if parameters.host_collectives is None:
         return process_mode and on_cpus
     if parameters.host_collectives and not on_cpus:
@@ -240,8 +238,8 @@ def sharing_warning(
     shared: str = shared_gpu.GLOO,
 ) -> str | None:
     """Return a warning that exchanges are slow because ranks share GPUs, or None if that is not so or was requested."""
-    requested = parameters.ddp_dist_backend
-    if device.type != "cuda" or requested == "gloo" or not (sharing := sharing_ranks(visible)):
+    traits = collective_backends.traits_on_gpus(parameters.ddp_dist_backend)
+    if device.type != "cuda" or not traits.takes_one_rank_per_gpu or not (sharing := sharing_ranks(visible)):
         return None
     if shared == shared_gpu.NCCL:
         return (
@@ -307,7 +305,7 @@ def _crowd(visible: Sequence[Sequence[str]], sharing: Sequence[Sequence[int]]) -
 
 def plain_backend(device: torch.device) -> str:
     """Return the backend string of a group that does not use this library's own collectives."""
-    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    return collective_backends.group_backend(collective_backends.AUTOMATIC, device.type)
 
 
 def channel_backend(device: torch.device, backend: str) -> str | None:
@@ -316,7 +314,10 @@ def channel_backend(device: torch.device, backend: str) -> str | None:
     Args:
         backend: the backend of the job's groups. gloo cannot send GPU tensors between ranks.
     """
-    return "nccl" if device.type == "cuda" and backend != "gloo" else None
+    traits = collective_backends.traits_of_group(backend, device.type)
+    if device.type != "cuda" or traits is None:
+        return None
+    return traits.for_gpus if traits.for_gpus != collective_backends.HOST_BACKEND else None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from smp_config import Group, Topology, smddp
+from smp_config import Group, Topology
+from smp_config.machine.collective_backends import HOST_BACKEND, TRAITS, backends_by_device, traits_of_group
 from smp_runtime.comm.authentication import machine_id
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.comm.peer_connections import PeerConnections
@@ -106,10 +107,10 @@ class ProcessGroups:
         # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
         lacks = not has_backends(dist.get_backend_config(), {"cpu", device.type})
         # If gloo was chosen, NCCL may not work, since it needs one GPU per rank.
-        avoids = backend == "gloo" and self._is_nccl
-        self._other = (
-            backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
-        )
+        avoids = backend == HOST_BACKEND and self._is_nccl
+        is_own = backend in TRAITS and TRAITS[backend].is_own
+        needs_own = is_own and dist.get_backend() != backend
+        self._other = backend if lacks or avoids or needs_own else None
         if self._other is None:
             self._by_ranks[tuple(range(topology.world_size))] = world
         self._make_groups(topology)
@@ -269,12 +270,6 @@ def has_backends(backends: str, devices: set[str]) -> bool:
     return devices <= backends_by_device(backends).keys()
 
 
-def backends_by_device(backends: str) -> dict[str, str]:
-    """Return the backend for each kind of device, from a string such as ``"cpu:gloo,cuda:nccl"``."""
-    pairs = (pair.partition(":") for pair in backends.split(","))
-    return {device: backend for device, _, backend in pairs}
-
-
 def _open_sockets() -> set[tuple[int, int]]:
     """Return descriptor and number of every socket of this process; none if the system does not list them."""
     found = set()
@@ -289,8 +284,8 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 def _uses_nccl(device_type: str) -> bool:
     """Return whether the default group uses NCCL for this kind of device, with or without SMDDP's phases."""
-    used = backends_by_device(dist.get_backend_config()).get(device_type)
-    return device_type == "cuda" and used in ("nccl", smddp.BACKEND)
+    used = traits_of_group(dist.get_backend_config(), device_type)
+    return device_type == "cuda" and used is not None and used.has_communicators
 
 
 @contextlib.contextmanager

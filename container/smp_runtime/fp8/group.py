@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from smp_config.machine.collective_backends import HOST_BACKEND
+
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
 
@@ -42,7 +44,7 @@ class ScriptGroup:
         self.size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
     def _device(self) -> torch.device:
-        on_gpus = dist.get_backend(self._group) not in ("gloo", "mpi") and torch.cuda.is_available()
+        on_gpus = dist.get_backend(self._group) not in (HOST_BACKEND, "mpi") and torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
     def greatest(self, values: torch.Tensor) -> torch.Tensor:

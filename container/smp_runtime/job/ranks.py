@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, Topology
+from smp_config.machine.collective_backends import HOST_BACKEND
 from smp_config.machine.launchers import is_process_mode
 from smp_config.machine.shared_gpu import NCCL, VARIABLE, read_shared_gpu
 from smp_records.rank_record import FORWARD, current_record
@@ -31,9 +32,8 @@ from smp_runtime.comm.devices import (
 )
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.host.collectives import HostCollectives, host_of
+from smp_runtime.job.backend_implementations import implementation_of
 from smp_runtime.parameters.pending_gather import PendingGathers
-from smp_runtime.smddp.process_group import collectives_of
-from smp_runtime.smddp.registration import BACKEND, register
 
 if TYPE_CHECKING:
     import torch
@@ -151,13 +151,14 @@ class Ranks:
         neighbours, gpus = agreed.neighbours, agreed.gpus
         device = use_device(assign_gpus(gpus)[control.rank])
         backend = choose_backend(parameters, device, agreed.hosts, agreed.instance_type, gpus, agreed.shared_gpu)
-        if agreed.shared_gpu == NCCL and backend != "gloo" and sharing_ranks(gpus):
+        if agreed.shared_gpu == NCCL and backend != HOST_BACKEND and sharing_ranks(gpus):
             let_nccl_share(control.rank, control.allgather(machine_id(), list(range(control.size))))
-        if backend == BACKEND:
-            register()
+        implementation = implementation_of(backend)
+        if implementation.register is not None:
+            implementation.register()
         groups = ProcessGroups(control, topology, backend, parameters.ddp_port, device)
         if collectives is None:
-            collectives = collectives_of(backend)
+            collectives = implementation.collectives()
             shares = choose_host_collectives(parameters, device, backend, process_mode=agreed.process_mode)
             if shares and (host := host_of(control, neighbours, is_required=parameters.host_collectives is True)):
                 collectives = HostCollectives(host)

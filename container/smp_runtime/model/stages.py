@@ -16,6 +16,7 @@ from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.backend_implementations import implementation_of
 from smp_runtime.microbatch_state.remote_stubs import (
     RemoteStubAttributes,
     absent_attributes_of,
@@ -33,7 +34,7 @@ from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
 from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
-from smp_runtime.pipeline.transport.pair_groups import pair_groups
+from smp_runtime.pipeline.transport.pair_groups import PairGroup, pair_groups
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.tensors.torch_private import swap_contents, tree_map
 
@@ -163,7 +164,6 @@ class Stages:
             ranks.step.watch.close()
             ranks.step.watch = None
         release_cached_memory(ranks.device)
-        backend = channel_backend(ranks.device, ranks.backend)
         self.pipeline = Pipeline(
             ranks.control,
             ranks.members(Group.PP),
@@ -179,7 +179,7 @@ class Stages:
                 share=self._sharing(),
                 meet=self._meeting(),
                 repeatable=ranks.cfg.deterministic,
-                make_group=pair_groups(backend) if backend is not None else None,
+                make_group=_groups_of_pairs(ranks),
                 watch=recorder_of_job(
                     self.part.stage,
                     ranks.control,
@@ -388,3 +388,14 @@ def _without_storage(parameter: nn.Parameter) -> None:
     vars(empty).update(vars(parameter))
     parameter.grad = None
     swap_contents(parameter, empty)
+
+
+def _groups_of_pairs(ranks: Ranks) -> Callable[[str, bool], PairGroup] | None:
+    """Return what connects two stages, or None if their tensors go through host memory."""
+    backend = channel_backend(ranks.device, ranks.backend)
+    if backend is None:
+        return None
+    implementation = implementation_of(backend)
+    if implementation.connect_pair is None:
+        return None
+    return pair_groups(implementation.connect_pair, implementation.quiet_seconds)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smp_config import Group, smddp
+from smp_config import Group
+from smp_config.machine.collective_backends import traits_of_group
 from smp_runtime.checkpoint.files.manifest import EXTRA
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
+from smp_runtime.comm.devices import plain_backend
 from smp_runtime.errors import CheckpointError
 from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer
 from smp_runtime.reshape.runs import Common, Runs, intersect, runs_of, take_runs, write_runs
@@ -205,9 +207,10 @@ def _wanted(told: _Told) -> Want:
 
 def _group_for_messages(ranks: Ranks) -> dist.ProcessGroup:
     """Return a group of all ranks that supports point-to-point messages; all ranks call it."""
-    if ranks.backend != smddp.BACKEND:
+    traits = traits_of_group(ranks.backend, ranks.device.type)
+    if traits is None or traits.sends_messages:
         return ranks.process_group(Group.WORLD)
-    made = dist.new_group(backend="cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo")
+    made = dist.new_group(backend=plain_backend(ranks.device))
     if not isinstance(made, dist.ProcessGroup):
         raise AssertionError("this rank is in the group of all ranks")
     return made

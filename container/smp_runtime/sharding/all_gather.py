@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group, smddp
+from smp_config.machine.collective_backends import traits_of_group
 from smp_runtime.comm.collective_log import record_wait, without_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.comm.devices import device_thread
-from smp_runtime.comm.groups import backends_by_device
 from smp_runtime.errors import SMPRuntimeError
 
 if TYPE_CHECKING:
@@ -232,10 +232,11 @@ class _WaitingWork:
 
 def _phases_for(ranks: Ranks, group: dist.ProcessGroup) -> GatherPhases:
     """Return the way in which a group's transport starts a collective after another."""
-    backend = backends_by_device(dist.get_backend_config(group)).get(ranks.device.type)
-    if backend == "nccl":
+    traits = traits_of_group(dist.get_backend_config(group), ranks.device.type)
+    order = traits.order if traits is not None else "wait"
+    if order == "stream":
         return StreamPhases(ranks.device)
-    if backend != "gloo":
+    if order == "wait":
         return WaitingPhases()
     phases = ThreadPhases(ranks.device)
     ranks.groups.at_end(phases.close)
@@ -250,7 +251,9 @@ def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     """
     members, mine = ranks.members(Group.SHARD), ranks.rank_in(Group.SHARD)
     plain = PlainGathering(ranks.collectives, ranks.groups.group(Group.SHARD), len(members), mine)
-    if not hierarchical or ranks.backend == smddp.BACKEND:
+    used = traits_of_group(ranks.backend, ranks.device.type)
+    has_own_phases = used is not None and used.has_phases
+    if has_own_phases or not hierarchical:
         return plain
     host_of = ranks.control.allgather(host_name(), list(range(ranks.control.size)))
     found = [host_layout(group, host_of) for group in ranks.topology.groups(Group.SHARD)]

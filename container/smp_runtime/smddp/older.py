@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as _TorchDistributedDataParallel
 
+from smp_config.machine.launchers import LOCAL_RANK_VARIABLES
 from smp_runtime.errors import SMPUserError
 from smp_runtime.smddp.registration import BACKEND, register
 
 #: Variables in which launchers pass the local rank.
-_LOCAL_RANK_VARIABLES = ("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "SMP_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_LOCAL_RANK_VARIABLES = ("SMDATAPARALLEL_LOCAL_RANK", *LOCAL_RANK_VARIABLES)
 
 
 def is_available() -> bool:

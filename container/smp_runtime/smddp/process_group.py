@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config.smddp import BACKEND
-from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
+from smp_runtime.comm.collectives import TorchCollectives, Work
 from smp_runtime.comm.devices import has_gpu
 from smp_runtime.smddp.items import GatherItem, resolve_values
 from smp_runtime.smddp.layout import HostGrid, agree
@@ -288,8 +288,3 @@ class SmddpCollectives(TorchCollectives):
         """Gather in phases if that is possible and useful, else with the plain backend."""
         work = group.gather_in_pieces(full, shard) if isinstance(group, SmddpProcessGroup) else None
         return work or super().all_gather(full, shard, group)
-
-
-def collectives_of(backend: str) -> Collectives:
-    """Return the implementation for groups of a backend."""
-    return SmddpCollectives() if backend == BACKEND else TorchCollectives()

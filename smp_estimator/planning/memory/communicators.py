@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from smp_config.machine.collective_backends import traits_on_gpus
 from smp_config.machine.instances import has_gpus
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def talking_stages(stages: int, pieces: int = 1) -> set[tuple[int, int]]:
 def communicator_bytes(request: Request, stage: int) -> int:
     """Return the bytes of the communicators of a stage; 0 if its tensors do not travel over NCCL."""
     parameters = request.parameters
-    if parameters.ddp_dist_backend == "gloo" or not has_gpus(request.instance_type):
+    has_communicators = traits_on_gpus(parameters.ddp_dist_backend).has_communicators
+    if not has_communicators or not has_gpus(request.instance_type):
         return 0
     pairs = talking_stages(parameters.pipeline_parallel_degree, parameters.virtual_stages)
     return COMMUNICATOR_BYTES * sum(stage in pair for pair in pairs)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from smp_config.machine.collective_backends import HOST_BACKEND
 from smp_records.numerics import VARIABLE, Trial
 from smp_records.plain_job import NO_FUNCTION
 from smp_runtime.errors import SMPUserError
@@ -173,7 +174,7 @@ def _use_gloo() -> None:
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
-        original("gloo", *args, **kwargs)
+        original(HOST_BACKEND, *args, **kwargs)
 
     dist.init_process_group = init_process_group
 
