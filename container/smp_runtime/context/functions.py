@@ -5,14 +5,17 @@ They would keep the gradients of a slice from it: their own graph begins at the 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
 
-from smp_runtime.context.sequence import ShardedSequence, cut_results, gather_all, sequences_in
+from smp_runtime.context.position_wise import PositionWise
+from smp_runtime.context.sequence import cut_results, gather_all, sequences_in
 
-#: Attribute of a function's class: whether it treats positions alike, so that it may run on slices.
-ON_SLICES = "runs_on_slices"
+#: What is known of each function's class.
+_position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], PositionWise] = weakref.WeakKeyDictionary()
 
 _original = torch.autograd.Function.__dict__["apply"]
 
@@ -23,11 +26,18 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     found = sequences_in((args, kwargs))
     if not found:
         return call(*args, **kwargs)
-    first = found[0]
-    if getattr(cls, ON_SLICES, False) and all(one.sequence_layout == first.sequence_layout for one in found):
-        result = call(*(arg.local if isinstance(arg, ShardedSequence) else arg for arg in args), **kwargs)
-        return first.like(result)
-    name = cls.__name__
+    if cls not in _position_wise:
+        _position_wise[cls] = PositionWise(functools.partial(_call_whole, cls))
+    return _position_wise[cls](*args, **kwargs)
+
+
+def _call_whole(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Run a function on whole tensors, or on slices that stand for them."""
+    call = _original.__get__(None, cls)
+    found = sequences_in((args, kwargs))
+    if not found:
+        return call(*args, **kwargs)
+    name, first = cls.__name__, found[0]
     return cut_results(call(*gather_all(args, name), **gather_all(kwargs, name)), first)
 
 

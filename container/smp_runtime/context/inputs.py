@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from smp_config import Group
 from smp_runtime.context import (
@@ -14,6 +15,7 @@ from smp_runtime.context import (
 )
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
+from smp_runtime.context.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
@@ -49,12 +51,15 @@ class SequenceInputs:
         """Return the job's, or None without context parallelism."""
         return ranks.keep(cls, lambda: cls(ranks)) if ranks.size(Group.CONTEXT) > 1 else None
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call's arguments with sequences in place of tensors that have tokens.
 
         Raises:
             SMPUserError: the ranks of the group were given different inputs.
         """
+        prepare(module)
         self._report()
         self._compare(args, kwargs)
         cut_args = tuple(map_leaves(self._cut_tensor, value) for value in args)

@@ -25,7 +25,11 @@ _DEFAULTS: dict[str, Any] = {
 def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in _NAMES[:3])
-    if any(not _is_cut_by_row(one) for one in (query, key, value)) or key.sequence_layout != value.sequence_layout:
+    if not _is_cut_by_row(query):
+        return NotImplemented
+    if not isinstance(key, ShardedSequence) and not isinstance(value, ShardedSequence):
+        return _attend_to_whole(func, given, query)
+    if any(not _is_cut_by_row(one) for one in (key, value)) or key.sequence_layout != value.sequence_layout:
         return NotImplemented
     if given["attn_mask"] is not None and given["is_causal"]:
         raise SMPUserError("scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two")
@@ -47,6 +51,18 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return query.like(
         out if query.dim() == 4 else out.squeeze(0) if query.dim() == 3 else out.view(*query.local.shape[:-1], -1)
     )
+
+
+def _attend_to_whole(func: Callable[..., Any], given: dict[str, Any], query: ShardedSequence) -> Any:
+    """Return attention to keys that every rank has whole, as to another input's."""
+    if given["dropout_p"]:
+        return NotImplemented
+    mask = _rows_of_mask(given["attn_mask"], query)
+    if given["is_causal"]:
+        rows = query.group.indices(query.sequence_layout, query.device)
+        mask = rows[:, None] >= torch.arange(given["key"].shape[-2], device=query.device)
+    options = {"scale": given["scale"]} | ({"enable_gqa": True} if given["enable_gqa"] else {})
+    return query.like(func(query.local, given["key"], given["value"], attn_mask=mask, **options))
 
 
 def _is_cut_by_row(value: Any) -> bool:

@@ -127,8 +127,9 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     parts = None if changed.is_copy_of_view else _expand_index(changed, index)
     if parts is not None:
         place = _place_of(parts, changed.dim_held)
-        if parts[place] == slice(None) and not isinstance(value, torch.Tensor):
-            changed.local[tuple(parts)] = value
+        if parts[place] == slice(None):
+            behind = sum(not isinstance(part, int) for part in parts[place + 1 :])
+            changed.local[tuple(parts)] = align(value, changed.sequence_layout, -1 - behind, changed, "__setitem__")
             return
     whole = changed.whole("__setitem__").clone()
     whole[gather_all(index, "__setitem__")] = gather_all(value, "__setitem__")

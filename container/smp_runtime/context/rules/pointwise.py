@@ -117,9 +117,27 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return args[0] if converted is args[0].local else args[0].like(converted)
 
 
-@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-def _make_new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("new_tensor")
+def _make_of_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(args[0].local, *args[1:], **kwargs)  # a whole tensor of the same kind
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty")
+def _make_new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a tensor that a script will fill; cut, if it has the positions of the sequence in the same place."""
+    sequence = args[0]
+    if "size" in kwargs:
+        size, rest = list(kwargs["size"]), args[1:]
+    elif isinstance(args[1], int):  # sizes one by one
+        size, rest = list(args[1:]), ()
+    else:
+        size, rest = list(args[1]), args[2:]
+    others = {key: value for key, value in kwargs.items() if key != "size"}
+    held = sequence.dim_held
+    if len(size) != sequence.dim() or size[held] != sequence.shape[held]:
+        return func(sequence.local, size, *rest, **others)
+    size[held] = sequence.local.shape[held]
+    return sequence.like(func(sequence.local, size, *rest, **others))
 
 
 @rule("F.embedding")

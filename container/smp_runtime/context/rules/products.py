@@ -81,12 +81,18 @@ def contract(
     return first.like(result, output.index(letter))
 
 
-@rule("baddbmm", "addmm", "addbmm")
+_ADDED = {"baddbmm": ("input", "batch1", "batch2"), "addmm": ("input", "mat1", "mat2")}
+
+
+@rule(*_ADDED)
 def _multiply_and_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 3 or not set(kwargs) <= {"alpha", "beta"} or func.__name__ == "addbmm":
+    given = {"beta": 1, "alpha": 1, **dict(zip(_ADDED[func.__name__], args, strict=False)), **kwargs}
+    if len(args) > 3 or len(given) != 5:
         return NotImplemented
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    product = torch.matmul(args[1], args[2])
-    product = product if alpha == 1 else product * alpha
+    added, left, right = (given[name] for name in _ADDED[func.__name__])
+    product = torch.matmul(left, right)
+    product = product if given["alpha"] == 1 else product * given["alpha"]
     # PyTorch does not read what it multiplies by zero, which may be uninitialized.
-    return product if beta == 0 else product + (args[0] if beta == 1 else args[0] * beta)
+    if given["beta"] == 0:
+        return product
+    return product + (added if given["beta"] == 1 else added * given["beta"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smp_runtime.context.rules.pointwise import compute_pointwise
 from smp_runtime.context.sequence import ShardedSequence, rule
 from smp_runtime.tensors.torch_private import tree_map
 
@@ -58,12 +59,17 @@ def _local(value: Any) -> Any:
 @rule(*_REDUCING)
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequence = args[0] if args else kwargs.get("input")
-    if not isinstance(sequence, ShardedSequence) or "out" in kwargs:
+    if "out" in kwargs:
         return NotImplemented
+    if not isinstance(sequence, ShardedSequence):
+        is_of_two = func.__name__ in ("max", "min") and len(args) == 2
+        return compute_pointwise(func, args, kwargs) if is_of_two else NotImplemented
     name = func.__name__
     place = 2 if name in ("norm", "vector_norm") else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else None)
-    if isinstance(dim, bool | torch.Tensor):  # ``std(unbiased)``, ``max(other)``
+    if isinstance(dim, torch.Tensor) or isinstance(kwargs.get("other"), torch.Tensor):  # ``max(other)``
+        return compute_pointwise(func, args, kwargs)
+    if isinstance(dim, bool):  # ``std(unbiased)``
         return NotImplemented
     dims = range(sequence.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     reduced = {one % sequence.dim() for one in dims}

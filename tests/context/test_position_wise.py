@@ -1,0 +1,117 @@
+"""Mixtures of experts and functions of autograd run on slices where positions do not depend on each other, else on the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from smp_runtime.context import functions
+from smp_runtime.context.position_wise import prepare
+from support.ranks.context_threads import cut, run_context, whole_of
+from torch import nn
+
+B, T, D = 2, 24, 6
+
+functions.install()
+
+
+class TinyExperts(nn.Module):
+    """Each position goes to one of two experts, as libraries write it: sorted by expert, and scattered back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 2), nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def keep(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the positions of an expert that it takes."""
+        return chosen.nonzero()[:, 0]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.view(-1, D)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            places = self.keep(chosen == number)
+            out = out.index_add(0, places, expert(flat[places]) * weights[places, None])
+        return out.view(hidden.shape)
+
+
+class ExpertsWithCapacity(TinyExperts):
+    def keep(self, chosen: torch.Tensor) -> torch.Tensor:
+        return super().keep(chosen)[: int(chosen.numel() * 0.4)]
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class ScaleByLargest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.largest = x.abs().max()
+        return x / ctx.largest
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / ctx.largest
+
+
+class Net(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.middle, self.last = nn.Linear(D, D), middle, nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)) + x)
+
+
+class OfFunction(nn.Module):
+    def __init__(self, function, *more) -> None:
+        super().__init__()
+        self.function, self.more = function, more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x, *self.more)
+
+
+CASES = {
+    "experts": (TinyExperts, True),
+    "experts with capacity": (ExpertsWithCapacity, False),
+    "function": (lambda: OfFunction(Scale, 3.0), True),
+    "function of the largest": (lambda: OfFunction(ScaleByLargest), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_equal_the_whole(case):
+    make, runs_on_slices = CASES[case]
+    torch.manual_seed(0)
+    net = Net(make()).double()
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    copies = [copy.deepcopy(net) for _ in range(3)]
+    expected = net(x)
+    expected.square().mean().backward()
+
+    def run(group):
+        model = copies[group.rank]
+        prepare(model)
+        out = model(cut(x, group))
+        out.square().mean().backward()
+        gathered = set(group.gathered)
+        return whole_of(out).detach(), gathered
+
+    for out, gathered in run_context(3, run):
+        torch.testing.assert_close(out, expected.detach(), atol=1e-12, rtol=1e-12)
+        assert bool(gathered) != runs_on_slices
+    for name, parameter in net.named_parameters():
+        mine = torch.stack([dict(model.named_parameters())[name].grad for model in copies]).mean(0)
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-12, rtol=1e-12)
