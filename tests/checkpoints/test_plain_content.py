@@ -1,4 +1,4 @@
-"""User content that is plain data is saved without a look at each element, and read like any other."""
+"""User content that is plain data is saved without a look at each element; other content than a random state is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from smp_runtime.checkpoint.files.atomic_file import _is_plain, user_content_bytes
+from smp_runtime.checkpoint.live_state import check_random_state
+from smp_runtime.errors import CheckpointError
 
 CYCLE: list = [1]
 CYCLE.append(CYCLE)
@@ -35,3 +37,14 @@ def test_plain_content_is_read_back(content, is_plain):
 
 def test_content_that_holds_itself_has_an_end():
     assert _is_plain(CYCLE)
+
+
+@pytest.mark.parametrize("content", [5, torch.zeros(3), [], {"cpu": 5}, {"cuda": torch.zeros(1, dtype=torch.uint8)}])
+def test_what_is_no_random_state_is_refused_as_damage(content):
+    with pytest.raises(CheckpointError, match=type(content).__name__):
+        check_random_state(content)
+
+
+def test_random_states_are_taken():
+    check_random_state(None)
+    check_random_state({"cpu": torch.get_rng_state()})

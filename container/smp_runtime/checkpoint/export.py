@@ -111,8 +111,8 @@ class PretrainedSaver:
 
 def give_save_pretrained(model: DistributedModel) -> None:
     """Let a wrapped module of Transformers save what all ranks have of it; the one that was replaced by it, too."""
-    has_distributed_modules = next(iter(model.distributed_modules()), None) is not None
-    if not has_distributed_modules and not is_split(model):
+    # Where one rank has the whole model, the method of Transformers is right.
+    if not _has_distributed_modules(model) and not is_split(model):
         return
     for module in _before_and_after(model):
         # Those with adapters have a form of their own.
@@ -131,10 +131,15 @@ def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:
 def is_split(model: DistributedModel) -> bool:
     """Return whether other ranks have parts of the model that this rank does not have."""
     ranks = sessions.current_session().ranks
-    if ranks.size(Group.PP) > 1 or ranks.cfg.sharded_data_parallel_degree > 1:
+    has_stages = ranks.size(Group.PP) > 1
+    has_shards = ranks.cfg.sharded_data_parallel_degree > 1
+    if has_stages or has_shards:
         return True
-    has_distributed_modules = next(iter(model.distributed_modules()), None) is not None
-    return ranks.size(Group.TP) > 1 and has_distributed_modules
+    return ranks.size(Group.TP) > 1 and _has_distributed_modules(model)
+
+
+def _has_distributed_modules(model: DistributedModel) -> bool:
+    return next(iter(model.distributed_modules()), None) is not None
 
 
 def refuse_unpartitioned(model: DistributedModel) -> None:

@@ -78,7 +78,6 @@ def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Fo
 
     Raises as :func:`find_checkpoint`.
     """
-    names = [name for name, _ in seen.listed[0] if all(name in dict(view) for view in seen.listed)]
     candidates = _candidates(seen.listed, set(seen.pointed), tag)
     if not candidates:
         if _has_changed(session, path, seen):
@@ -96,9 +95,20 @@ def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Fo
             return None
         refused.append(f"the checkpoint {path / name} is not whole: {', '.join(problems)}")
         if tag is not None:
-            whole = [c.name for c in reversed(seen.found.values()) if c.name != name and c.name in names and c.is_whole]
-            raise CheckpointError(f"{refused[0]}; {_previous(list(dict.fromkeys(whole)))}")
+            raise CheckpointError(f"{refused[0]}; {_previous(_other_whole(seen, name))}")
     raise CheckpointError(f"{'; '.join(refused)}; {_previous([])}")
+
+
+def _other_whole(seen: _FolderContents, refused: str) -> list[str]:
+    """Return the names of whole checkpoints here that all hosts have, except for a refused one."""
+    views = [dict(view) for view in seen.listed]
+    found: dict[str, None] = {}
+    for checkpoint in reversed(seen.found.values()):
+        name = checkpoint.name
+        is_on_all = all(name in view for view in views)
+        if name != refused and is_on_all and checkpoint.is_whole:
+            found[name] = None
+    return list(found)
 
 
 def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
@@ -108,6 +118,7 @@ def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
         if checkpoint.name == name and checkpoint.manifest is None:
             here += checkpoint.problems
     control = session.ranks.control
+    # Each host sees its own folder only, and every rank must raise the same error.
     found = _merged(control.allgather(here, list(range(control.size))))
     return found or ["hosts have different saves of it"]
 
@@ -141,14 +152,18 @@ def _warn(
 
 def _saved_later(chosen: FoundCheckpoint, seen: _FolderContents) -> list[str]:
     """Return the names of whole checkpoints that were saved after the chosen one."""
-    saved = chosen.manifest.saved if chosen.manifest is not None else 0.0
     names = []
+    saved = _time_of(chosen)
     for other in seen.found.values():
-        if not other.is_whole or other.is_former or other.manifest is None:
-            continue
-        if other.manifest.saved > saved:
+        # A former save is one that a later save of the same name has replaced.
+        is_choice = other.is_whole and not other.is_former
+        if is_choice and _time_of(other) > saved:
             names.append(other.name)
     return names
+
+
+def _time_of(checkpoint: FoundCheckpoint) -> float:
+    return 0.0 if checkpoint.manifest is None else checkpoint.manifest.saved
 
 
 def _has_changed(session: Session, path: Path, seen: _FolderContents) -> bool:
@@ -202,14 +217,7 @@ def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag:
     Returns:
         Name and save. If hosts have a name in common but no save of it, the save is :data:`_DIFFERENT`.
     """
-    common: list[_Key] = []
-    for name, save in listed[0]:
-        is_on_all = all((name, save) in view for view in listed)
-        has_name_on_all = all(name in dict(view) for view in listed)
-        if is_on_all:
-            common.append((name, save))
-        elif has_name_on_all and (name, _DIFFERENT) not in common:
-            common.append((name, _DIFFERENT))
+    common = _on_all_hosts(listed)
     agreed = {name for name, save in common if save != _DIFFERENT}
     common = [(name, save) for name, save in common if save != _DIFFERENT or name not in agreed]
     if tag is not None:
@@ -218,6 +226,20 @@ def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag:
     # between one host's publishing and another's do not agree about it.
     first = [key for key in common if pointed == {key[0]}][:1]
     return first + [key for key in common if key not in first]
+
+
+def _on_all_hosts(listed: Sequence[Sequence[_Key]]) -> list[_Key]:
+    common: list[_Key] = []
+    for name, save in listed[0]:
+        is_on_all = all((name, save) in view for view in listed)
+        has_name_on_all = all(name in dict(view) for view in listed)
+        # A job that was stopped while it published leaves hosts with different saves of one name.
+        different = (name, _DIFFERENT)
+        if is_on_all:
+            common.append((name, save))
+        elif has_name_on_all and different not in common:
+            common.append(different)
+    return common
 
 
 def _named(keys: Sequence[_Key], tag: str) -> list[_Key]:

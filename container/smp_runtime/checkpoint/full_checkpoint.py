@@ -400,7 +400,9 @@ def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, st
 def _numbers_by_group(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> list[list[int]]:
     """Return the parameters' numbers of each group: the saved ones, then new ones for groups added since the load."""
     numbers = [list(saved["params"]) for saved in state["param_groups"]]
-    known = [number for members in numbers for number in members]
+    known: list[int] = []
+    for members in numbers:
+        known += members
     following = 1 + max(known, default=-1)
     for added in optimizer.original_groups()[len(numbers) :]:
         numbers.append(list(range(following, following + len(added))))

@@ -180,6 +180,13 @@ class ScriptPosition:
 
 
 def check_random_state(state: Any) -> None:
+def _is_random_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or "cpu" not in state:
+        return False
+    found = [state[key] for key in ("cpu", "cuda") if key in state]
+    return all(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in found)
+
+
     """Make sure that what a file has is a random state; None, for no file, is.
 
     Raises:
@@ -187,9 +194,7 @@ def check_random_state(state: Any) -> None:
     """
     if state is None:
         return
-    found = [state[key] for key in ("cpu", "cuda") if key in state] if isinstance(state, Mapping) else [None]
-    are_generators = all(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in found)
-    if "cpu" not in state or not are_generators:
+    if not _is_random_state(state):
         raise CheckpointError(
             f"the file of this rank's random state holds {type(state).__name__} without PyTorch's state of a generator; the "
             "checkpoint is damaged or written by something else: resume from another tag"

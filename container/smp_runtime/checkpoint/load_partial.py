@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 logger = logging.getLogger("smp")
+
+#: A tensor to load: its first name, all of its names, and its shape.
+_Wanted = tuple[str, tuple[str, ...], tuple[int, ...]]
 
 
 class PartialLoad:
@@ -91,18 +95,16 @@ class PartialLoad:
         Raises:
             CheckpointError: the names differ and ``strict`` is on, or shapes differ.
         """
-        wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
-        for record in saved_records(self._model):
-            wanted.append((record.name, record.names, tuple(record.shape)))
-        parameters = {name for _, names, _ in wanted for name in names}
-        for name, value in self._model.module.state_dict(keep_vars=True).items():
-            if name not in parameters and isinstance(value, torch.Tensor):
-                wanted.append((name, (name,), tuple(value.shape)))
+        records = saved_records(self._model)
+        wanted: list[_Wanted] = [(record.name, record.names, tuple(record.shape)) for record in records]
+        parameters = set(itertools.chain.from_iterable(record.names for record in records))
+        wanted += self._buffers_beside(parameters)
         missing = []
         shapes: dict[str, str] = {}
         for name, names, shape in wanted:
             found = self._names.find(names)
             if found is None:
+                # A translation leaves out buffers that are computed, such as masks.
                 if name in parameters or not self._names.is_translated:
                     missing.append(name)
             elif tuple(found.shape) != shape:
@@ -119,6 +121,12 @@ class PartialLoad:
             logger.warning(
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
+
+    def _buffers_beside(self, parameters: Container[str]) -> Iterator[_Wanted]:
+        for name, value in self._model.module.state_dict(keep_vars=True).items():
+            is_parameter = name in parameters
+            if isinstance(value, torch.Tensor) and not is_parameter:
+                yield name, (name,), tuple(value.shape)
 
     def _refuse_model(self, shapes: list[str], missing: list[str], unexpected: list[str]) -> NoReturn:
         """Raise an error with the differences between the checkpoint and the model."""
@@ -169,12 +177,15 @@ class PartialLoad:
         """Return whether the optimizer's groups hold the same parameters as those that were saved."""
         if len(saved.groups) != count:
             return False
-        owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
+        owner: dict[str, int] = {}
+        for index, group in enumerate(saved.groups):
+            owner |= dict.fromkeys(group["params"], index)
         covered: set[str] = set()
         for entry in entries:
             found = self._of.get(entry.name)
             sources = () if found is None else found.sources
-            if any(owner.get(source) != entry.group for source in sources):
+            is_in_another = any(owner.get(source) != entry.group for source in sources)
+            if is_in_another:
                 return False
             covered.update(sources)
         return not self._strict or covered >= set(owner)
@@ -215,10 +226,15 @@ class PartialLoad:
             for source in self._sources(holding.name):
                 key = self.reader.weight_key(source)
                 found.update(self._files_of(key, source, holding.name, holding.region))
-        if not self._states or self._optimizer is None:
-            return found
-        for entry in updated_parameters(self._model, self._optimizer):
-            if entry.updated is None or entry.region.elements == 0:
+        if self._states and self._optimizer is not None:
+            found |= self._files_of_states(self._optimizer)
+        return found
+
+    def _files_of_states(self, optimizer: DistributedOptimizer) -> set[str]:
+        found: set[str] = set()
+        for entry in updated_parameters(self._model, optimizer):
+            has_state = entry.updated is not None and entry.region.elements > 0
+            if not has_state:
                 continue
             for source in self._sources(entry.name):
                 for key in self._state_keys.get(source, ()):
@@ -288,7 +304,9 @@ class PartialLoad:
             CheckpointError: they do not.
         """
         wanted = self._files_of_tensors()
-        files = [file for file in self.manifest.pieces if wanted is None or file in wanted]
+        files = list(self.manifest.pieces)
+        if wanted is not None:
+            files = [file for file in files if file in wanted]
         self.reader.check(files)
         if self._optimizer is not None:
             self.reader.settings()
@@ -327,6 +345,7 @@ class PartialLoad:
         settings = self.reader.settings()
         if self._states and settings is not None:
             for group, saved in zip(optimizer.param_groups, settings, strict=True):
+                # Copies, since tensors of the file are mapped memory: the next save may replace the file.
                 values = {key: value for key, value in saved.items() if key != "params"}
                 group.update(copy_tensors(values))
         has_loss_scale = any(file.startswith("fp16_states_") for file in self.manifest.files)
@@ -356,11 +375,12 @@ class PartialLoad:
         for holding, key in self._holdings():
             if holding.name in self._of and is_wanted(holding.name):
                 read_into(holding.tensor, holding.region, self._of[holding.name], reader, key)
-        if not self._states or self._optimizer is None:
+        optimizer = self._optimizer if self._states else None
+        if optimizer is None:
             return
-        for entry in updated_parameters(self._model, self._optimizer):
+        for entry in updated_parameters(self._model, optimizer):
             if is_wanted(entry.name):
-                self._load_state(self._optimizer, entry)
+                self._load_state(optimizer, entry)
 
     def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
         """Yield this rank's tensors except optimizer state, each with a function from name to state key."""

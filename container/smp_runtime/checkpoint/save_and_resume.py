@@ -445,11 +445,7 @@ def check_tag(tag: str, *, partial: bool = True) -> None:
         raise SMPUserError(
             f"the tag {tag[:20]!r}… has {len(tag.encode()):,} bytes, but it becomes part of file names: use at most {_LONGEST_TAG}"
         )
-    reserved = tag in (NEWEST, MANIFEST)
-    if not partial:
-        reserved = reserved or tag in (CONFIG, LOCK) or tag.startswith(f"{full.USER_CONTENT}_")
-        reserved = reserved or tag.endswith((PARTIAL, full.OPTIMIZER, INDEX))
-    if reserved:
+    if _is_reserved(tag, partial=partial):
         raise SMPUserError(
             f"the tag is {tag!r}, which is the name of a file that belongs to checkpoints themselves, and would be taken for it: "
             "use another, such as the number of steps"
@@ -463,3 +459,14 @@ def _models(session: Session) -> list[DistributedModel]:
 def _optimizer(session: Session) -> DistributedOptimizer | None:
     optimizer = session.optimizer
     return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+def _is_reserved(tag: str, *, partial: bool) -> bool:
+    if tag in (NEWEST, MANIFEST):
+        return True
+    if partial:
+        return False
+    if tag in (CONFIG, LOCK):
+        return True
+    is_of_script = tag.startswith(f"{full.USER_CONTENT}_")
+    return is_of_script or tag.endswith((PARTIAL, full.OPTIMIZER, INDEX))
+
+

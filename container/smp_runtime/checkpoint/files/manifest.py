@@ -324,6 +324,14 @@ def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
     return FoundCheckpoint(name, folder, manifest, problems, files.identity())
 
 
+def _is_partial(folder: Path) -> bool:
+    # Hidden folders are saves under way, and checkpoints that are replaced or removed.
+    is_hidden = folder.name.startswith(".")
+    if is_hidden or not folder.name.endswith(PARTIAL):
+        return False
+    return folder.is_dir()
+
+
 def folders_in(path: Path) -> dict[Path, str]:
     """Return the folders of partial checkpoints under a path, with the checkpoint's name.
 
@@ -333,8 +341,7 @@ def folders_in(path: Path) -> dict[Path, str]:
         return {}
     folders = {}
     for folder in path.iterdir():
-        is_hidden = folder.name.startswith(".")
-        if folder.name.endswith(PARTIAL) and not is_hidden and folder.is_dir():
+        if _is_partial(folder):
             folders[folder] = folder.name
     for folder in path.glob(".*.old"):
         name = name_of_former(folder) if folder.is_dir() else None

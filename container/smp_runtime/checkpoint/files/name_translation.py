@@ -57,6 +57,7 @@ class TranslatedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.equal:
+            # There are no values to compare: two tensors are equal if they are the same tensor of the checkpoint.
             return args[0].source is not None and args[0].source == args[1].source
         result = super().__torch_function__(func, types, args, kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TranslatedTensor)]
@@ -64,11 +65,14 @@ class TranslatedTensor(torch.Tensor):
         for leaf in inputs:
             sources.update(dict.fromkeys(getattr(leaf, "sources", ())))
         is_several = isinstance(result, tuple | list)
-        for index, output in enumerate(result if is_several else [result]):
+        outputs = result if is_several else [result]
+        for index, output in enumerate(outputs):
+            # An operation may return its input, which keeps its own origin.
             is_input = any(output is leaf for leaf in inputs)
             if is_input or not isinstance(output, TranslatedTensor):
                 continue
-            output.made = (func, args, kwargs, index if is_several else None)
+            place = index if is_several else None
+            output.made = (func, args, kwargs, place)
             output.source, output.sources = None, tuple(sources)
         return result
 
@@ -245,7 +249,8 @@ def rename_prefixes(state: Mapping[str, Any], module: nn.Module) -> dict[str, An
 def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iterator[dict[str, Any]]:
     """Yield the state under several possible namings, the most literal first."""
     are_wrapped = all(name.startswith("module.") for name in state)
-    if are_wrapped and not any(name.startswith("module.") for name in own):
+    own_are_wrapped = any(name.startswith("module.") for name in own)
+    if are_wrapped and not own_are_wrapped:
         state = {name.removeprefix("module."): value for name, value in state.items()}
     yield state
     root = getattr(module, "base_model_prefix", None)
@@ -254,10 +259,7 @@ def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iter
     inside = getattr(module, root, None)
     if isinstance(inside, nn.Module):
         names = set(inside.state_dict(keep_vars=True))
-        prefixed: dict[str, Any] = {}
-        for name, value in state.items():
-            prefixed[f"{root}.{name}" if name in names else name] = value
-        yield prefixed
+        yield {f"{root}.{name}" if name in names else name: value for name, value in state.items()}
     yield {name.removeprefix(f"{root}."): value for name, value in state.items()}
 
 

@@ -42,7 +42,9 @@ Identity = tuple[int, ...]
 
 def is_plain_name(name: object) -> bool:
     """Return whether a name means a file in its own folder, and nothing outside."""
-    if not isinstance(name, str) or name in (".", ".."):
+    if not isinstance(name, str):
+        return False
+    if name in (".", ".."):
         return False
     # The most that file systems allow.
     if not 0 < len(name) <= 255:
@@ -138,6 +140,8 @@ def read_text(path: Path, *, folder: int | None = None, most: int = MOST_TEXT) -
 
 class ReplacedError(CheckpointError):
     """An error: a checkpoint was replaced by another one while it was read."""
+
+    code = "SMP401"
 
 
 class CheckpointFiles:

@@ -193,8 +193,9 @@ class CheckpointReader:
         if file is None:
             return None
         content = self._content(file)
-        groups = content.get("param_groups") if isinstance(content, dict) else None
-        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        groups: Any = content.get("param_groups") if isinstance(content, dict) else None
+        are_groups = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        if not are_groups:
             raise self._lacking(file, "param_groups", TypeError(f"it is {kind_of(groups)}"))
         optimizer = self.manifest.optimizer
         saved = [] if optimizer is None else optimizer.groups

@@ -148,11 +148,7 @@ class TensorPiece:
         if record is None:
             return
         if self.tensor is not None:
-            axis = record.tensor_axis
-            check(axis is not None, where, self.tensor)
-            length = record.shape[axis or 0]
-            runs = zip(self.tensor[::2], self.tensor[1::2], strict=True)
-            check(all(start <= stop <= length for start, stop in runs), where, self.tensor)
+            _check_runs(where, self.tensor, record)
         # Whether it ends inside the slice is checked together with the other pieces of the slice.
         if self.flat is not None:
             is_range = len(self.flat) == 2 and self.flat[0] <= self.flat[1]
@@ -206,6 +202,15 @@ def are_texts(values: object) -> bool:
     if not isinstance(values, list | tuple):
         return False
     return all(isinstance(value, str) for value in values)
+
+
+def _check_runs(where: str, cuts: tuple[int, ...], record: TensorRecord) -> None:
+    """Make sure that the runs of a slice lie in their tensor."""
+    axis = record.tensor_axis
+    check(axis is not None, where, cuts)
+    length = record.shape[axis or 0]
+    runs = zip(cuts[::2], cuts[1::2], strict=True)
+    check(all(start <= stop <= length for start, stop in runs), where, cuts)
 
 
 def _product(shape: Iterable[int]) -> int:

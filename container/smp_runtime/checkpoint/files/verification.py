@@ -67,24 +67,32 @@ def find_uncovered(manifest: Manifest) -> list[str]:
 
 def _uncovered_tensors(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
     """Yield descriptions of tensors with missing or duplicate parts."""
-    holders: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
-    for file, keys in manifest.pieces.items():
-        for key, pieces_of_key in keys.items():
-            for name, piece in pieces_of_key.items():
-                holders.setdefault((key, name), []).append((file, piece))
+    holders = _holders(manifest)
     titles = {MODULE: "weight", MASTER: "float32 weight"}
-    for name, record in (*manifest.parameters.items(), *manifest.buffers.items()):
+    tensors = [*manifest.parameters.items(), *manifest.buffers.items()]
+    for name, record in tensors:
         found = {key: holders.get((key, name), []) for key in (MODULE, MASTER, *states)}
-        if not found[MODULE] and not found[MASTER]:
+        has_weight = bool(found[MODULE] or found[MASTER])
+        if not has_weight:
             yield f"no file has the weight {name}"
         for key, held in found.items():
             title = titles.get(key, f"state {key!r}")
             pieces = [piece for _, piece in held if not piece.whole_object]
             if not pieces:
                 continue
-            files = ", ".join(sorted({file for file, _ in held}))
+            files = sorted({file for file, _ in held})
             for problem in _of_one(record, pieces):
-                yield f"the {title} of {name} {problem} (pieces in {files})"
+                yield f"the {title} of {name} {problem} (pieces in {', '.join(files)})"
+
+
+def _holders(manifest: Manifest) -> dict[tuple[str, str], list[tuple[str, Piece]]]:
+    """Return the files with their pieces of each tensor, by key and name."""
+    holders: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
+    for file, keys in manifest.pieces.items():
+        for key, pieces in keys.items():
+            for name, piece in pieces.items():
+                holders.setdefault((key, name), []).append((file, piece))
+    return holders
 
 
 def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
@@ -98,10 +106,11 @@ def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
         claimed = 0
         for key, found in keys.items():
             tensors = [name for name, piece in found.items() if not piece.whole_object]
-            if tensors and key not in known:
+            is_unknown = key not in known
+            if is_unknown and tensors:
                 yield f"{file} has the state {key!r}, which the optimizer does not have"
-            claimed += sum(_claimed(manifest, name, found[name]) for name in tensors)
             for name in tensors:
+                claimed += _claimed(manifest, name, found[name])
                 if name not in names:
                     yield f"{file} has {key!r} of {name}, which is no tensor of the model"
         if is_listed and claimed > manifest.files[file].bytes:
@@ -129,7 +138,9 @@ def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
         if None in slices or axis is None:
             yield "is there both whole and in slices"
             return
-        runs = [run for part in cuts for run in intervals(part)]
+        runs: list[tuple[int, int]] = []
+        for cut in cuts:
+            runs += intervals(cut)
         yield from _tiles(runs, record.shape[axis], f"rows of dim {axis}")
     for part, found in slices.items():
         yield from _uncovered_elements(record, part, found)
@@ -137,13 +148,19 @@ def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
 
 def _uncovered_elements(record: TensorRecord, part: tuple[int, ...] | None, pieces: Sequence[Piece]) -> Iterator[str]:
     """Yield descriptions of elements of one slice that no piece has, or several."""
-    size = TensorRegion.of(record.shape, record.tensor_axis, part).slice_elements
+    region = TensorRegion.of(record.shape, record.tensor_axis, part)
+    size = region.slice_elements
+    # An empty slice may have several pieces, all of them empty.
     are_empty = all(piece.flat in (None, (0, 0)) for piece in pieces)
     if not size and are_empty:
         return
-    runs = " and ".join(f"{start}–{stop}" for start, stop in intervals(part or ()))
-    title = f"elements of slice {runs}" if runs else "elements"
-    yield from _tiles((piece.flat or (0, size) for piece in pieces), size, title)
+    ranges = [piece.flat or (0, size) for piece in pieces]
+    yield from _tiles(ranges, size, _title(part or ()))
+
+
+def _title(part: tuple[int, ...]) -> str:
+    runs = [f"{start}–{stop}" for start, stop in intervals(part)]
+    return f"elements of slice {' and '.join(runs)}" if runs else "elements"
 
 
 def _tiles(ranges: Iterable[Range], size: int, what: str) -> Iterator[str]:

@@ -59,22 +59,33 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    if path.is_dir() and (path.name.endswith(PARTIAL) or any(path.glob(f"*{PARTIAL}")) or weights_of(path) is None):
+    if path.is_dir() and _is_of_another_kind(path):
         return None
+    # A save that was killed while it moved its files to their names is completed before it is read.
     finish_at(path)
     if not path.exists():
         return None
     state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}
     names = names_of_each(state)
-    found = read_config(config, path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    found = read_config(config, folder)
     family = str((found or {}).get("model_type", "")).replace("_", "")  # as the family's file is called
+    are_distributed = any(_DISTRIBUTED in name for name in state)
     return Weights(
         {first: TranslatedTensor.leaf(first, record_of(state[first])) for first, *_ in names},
         state.__getitem__,
         {first: tuple(others) for first, *others in names},
         found,
-        [family] if family and any(_DISTRIBUTED in name for name in state) else [],
+        [family] if family and are_distributed else [],
     )
+
+
+def _is_of_another_kind(folder: Path) -> bool:
+    """Return whether a folder is or has partial checkpoints, or is no folder of Transformers."""
+    if folder.name.endswith(PARTIAL):
+        return True
+    has_partial = any(folder.glob(f"*{PARTIAL}"))
+    return has_partial or weights_of(folder) is None
 
 
 def assemble_weights(folder: Path, manifest: Manifest, config: str | None, dtype: str | None) -> Weights:
@@ -145,17 +156,23 @@ def translate(source: Weights, dtype: str | None) -> dict[str, Any]:
     if dtype is None:
         return translated
     kind = getattr(torch, dtype)
-    return {name: v.to(kind) if v.is_floating_point() else v for name, v in translated.items()}
+    for name, value in translated.items():
+        if value.is_floating_point():
+            translated[name] = value.to(kind)
+    return translated
 
 
 def make_whole(source: Weights, translated: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return all tensors with their values, under each of their names."""
-    whole = {
-        name: value.value(source.value) if isinstance(value, TranslatedTensor) else value
-        for name, value in translated.items()
-    }
+    whole = {}
+    for name, value in translated.items():
+        has_no_values = isinstance(value, TranslatedTensor)
+        whole[name] = value.value(source.value) if has_no_values else value
     for name, others in source.aliases.items():
-        whole |= {other: whole[name] for other in others if name in whole and other not in whole}
+        if name not in whole:
+            continue
+        for other in others:
+            whole.setdefault(other, whole[name])
     return whole
 
 

@@ -7,7 +7,7 @@ order changes, and so do names and shapes. The names show which values belong to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,24 +78,38 @@ def groups_of_one_process(
     Args:
         here: from :func:`groups_here`.
     """
-    ours: dict[str, TranslatedTensor] = {}
-    for record in model.registry:
-        dtype = str(record.parameter.dtype).removeprefix("torch.")
-        leaf = TranslatedTensor.leaf(record.name, TensorRecord(tuple(record.shape), dtype, record.aliases))
-        ours |= dict.fromkeys(record.names, leaf)
+    ours = _leaves_by_name(model)
     theirs = session.module_manager.translated(ours, model.module)
     if all(ours.get(name) is made for name, made in theirs.items()):
         return None
-    owner = {name: index for index, group in enumerate(here) for name in group}
-    place = {name: number for number, names in enumerate(model.blueprint.parameter_names) for name in names}
+    owner = _number_of_each(here)
+    place = _number_of_each(model.blueprint.parameter_names)
     groups: list[list[NamedParameter]] = [[] for _ in here]
     seen: set[int] = set()
     for name, made in sorted(theirs.items(), key=lambda item: place.get(item[0], len(place))):
         index = next((owner[source] for source in made.sources if source in owner), None)
-        if id(made) not in seen and index is not None:
+        is_new = id(made) not in seen  # a tied parameter has several names, but is in the optimizer once
+        if is_new and index is not None:
             groups[index].append(NamedParameter(name, made))
         seen.add(id(made))
     return groups
+
+
+def _leaves_by_name(model: DistributedModel) -> dict[str, TranslatedTensor]:
+    leaves: dict[str, TranslatedTensor] = {}
+    for record in model.registry:
+        dtype = str(record.parameter.dtype).removeprefix("torch.")
+        leaf = TranslatedTensor.leaf(record.name, TensorRecord(tuple(record.shape), dtype, record.aliases))
+        leaves |= dict.fromkeys(record.names, leaf)
+    return leaves
+
+
+def _number_of_each(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    """Return the number of each name's group."""
+    numbers: dict[str, int] = {}
+    for number, names in enumerate(groups):
+        numbers |= dict.fromkeys(names, number)
+    return numbers
 
 
 def with_names(
@@ -186,36 +200,64 @@ def fit_state(
     if here is None:  # of several models: numbers are all there is
         _refuse_other_counts(title, counts, [len(group) for group in optimizer.original_groups()])
         return state
-    shapes = {name: tuple(record.shape) for record in model.registry for name in record.names}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for record in model.registry:
+        shapes |= dict.fromkeys(record.names, tuple(record.shape))
     names = names_in(state)
     if names is not None:
-        first_of = {name: record.name for record in model.registry for name in record.names}
-        known = [[first_of.get(name, name) for name in group] for group in names]
-        if {name for group in known for name in group} <= shapes.keys():
+        known = _first_names(model, names)
+        if shapes.keys() >= set(itertools.chain.from_iterable(known)):
             return _renumbered(NamedState(known, state), here, shapes, title)
         return NamedState(names, state)
     one_process = groups_of_one_process(session, model, here)
     if one_process is not None:
-        theirs = [[each.name for each in named] for named in one_process]
-        wanted = {each.name: tuple(each.made.shape) for named in one_process for each in named}
-        if counts == [len(group) for group in theirs] and not _clash(NamedState(theirs, state), wanted):
-            return NamedState(theirs, state)
+        named = _named_by_one_process(state, one_process, counts)
+        if named is not None:
+            return named
     _refuse_other_counts(title, counts, [len(group) for group in here])
     _refuse_other_shapes(NamedState(here, state), shapes, title)
     return state
 
 
+def _first_names(model: DistributedModel, names: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a state's names with the model's first name for each parameter that it knows."""
+    first_of: dict[str, str] = {}
+    for record in model.registry:
+        first_of |= dict.fromkeys(record.names, record.name)
+    return [[first_of.get(name, name) for name in group] for group in names]
+
+
+def _named_by_one_process(
+    state: dict[str, Any], groups: Sequence[Sequence[NamedParameter]], counts: Sequence[int]
+) -> NamedState | None:
+    """Return a state without names with those that one process would have; None if its tensors do not fit them."""
+    names = [[parameter.name for parameter in group] for group in groups]
+    found = [len(group) for group in names]
+    if found != counts:
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter in itertools.chain.from_iterable(groups):
+        shapes[parameter.name] = tuple(parameter.made.shape)
+    named = NamedState(names, state)
+    return None if _clash(named, shapes) else named
+
+
 def names_in(state: Mapping[str, Any]) -> list[list[str]] | None:
     """Return the names of a state's parameters by group; None if it does not have them all."""
     names = state.get(NAMES_KEY)
-    if not isinstance(names, list) or not all(isinstance(group, list) for group in names):
-        return None
-    counts = [len(group["params"]) for group in state["param_groups"]]
-    if [len(group) for group in names] != counts:
+    # Another program may have written anything under this key.
+    if not isinstance(names, list):
         return None
     for group in names:
-        if not all(isinstance(name, str) for name in group):
+        if not isinstance(group, list):
             return None
+        are_names = all(isinstance(name, str) for name in group)
+        if not are_names:
+            return None
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    found = [len(group) for group in names]
+    if found != counts:
+        return None
     return names
 
 

@@ -264,5 +264,9 @@ def remove_older(folder: Path, start: int) -> None:
         match = _NAME.fullmatch(path.name)
         if match is not None and int(match[1]) < start:
             found.append(path)
-    for path in sorted(found, key=lambda path: path.suffix != ".head"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    found.sort(key=lambda path: path.suffix != ".head")
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -60,6 +60,7 @@ class KnownContents:
         is_alike = places == self._places and len(objects) == len(self._objects)
         if not is_alike:
             return False
+        # By identity: comparing tensors would read their values, and an equal copy is not what the plan refers to.
         return all(one is other for one, other in zip(objects, self._objects, strict=True))
 
 

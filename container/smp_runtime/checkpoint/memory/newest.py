@@ -105,9 +105,10 @@ class MemoryReader(CheckpointReader):
         self._brought: dict[str, tuple[_RankCopy, list[torch.Tensor]]] = {}
 
     def check(self, files: Iterable[str]) -> None:
-        """See :class:`CheckpointReader`; what is on another host only is checked there, and no rank here needs it."""
+        """See :class:`CheckpointReader`."""
         mine = []
         for file in files:
+            # A file that is on another host only is checked there, and no rank here needs it.
             is_elsewhere = file in self._holders and file not in self._brought
             if not is_elsewhere or self._here(file) is not None:
                 mine.append(file)

@@ -211,11 +211,11 @@ class PeerReplication:
             received.append(torch.empty(sizes[2] + sizes[3], dtype=torch.uint8, device="cpu"))
         # All sends and receives begin before any is waited for: buddies form rings, in which waiting in turn would block.
         work = []
-        for flat in (words, data):
-            work += [dist.isend(part, self._buddy, group=self._group) for part in _messages(flat)]
+        for part in (*_messages(words), *_messages(data)):
+            work.append(dist.isend(part, self._buddy, group=self._group))
         for mirror, text, room in zip(self._mirrors, received, self._rooms, strict=True):
-            for flat in (text, room):
-                work += [dist.irecv(part, mirror.rank, group=self._group) for part in _messages(flat)]
+            for part in (*_messages(text), *_messages(room)):
+                work.append(dist.irecv(part, mirror.rank, group=self._group))
         for each in work:
             if each is not None:
                 each.wait()
