@@ -113,9 +113,10 @@ class CountingCollectives:
         self._note((group.size() - 1) * shard.nbytes)
         return self._inner.all_gather(full, shard, group)
 
-    def all_to_all(self, received, sent, group):
-        self._note((group.size() - 1) / group.size() * sent.nbytes)
-        return self._inner.all_to_all(received, sent, group)
+    def all_to_all(self, received, sent, group, sizes=None):
+        # Parts of different sizes: the rank's own is not among what it sends.
+        self._note(sent.nbytes * (1 if sizes else (group.size() - 1) / group.size()))
+        return self._inner.all_to_all(received, sent, group, sizes)
 
     def _note(self, sent: float) -> None:
         self.sent += sent

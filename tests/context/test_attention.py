@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from support import matrix
 from support.matrix import sampled
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.context.attention import METHODS, attend, balance_documents, plan, visibility, zigzag_indices
+from smp_runtime.context.attention.scores import Dropout
+from smp_runtime.context.attention.traffic import counters_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 MASKS = [
@@ -143,6 +145,8 @@ def _differences(found, wanted):
 
 def _compare(seed, method, dtype, group):
     """The largest difference between this rank's rows and those of one process, in both passes."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # these do not travel to the ranks
+
     case = _case(seed)
     sizes = (case.batch, case.heads, case.rows, case.keys)
     mask, causal = _mask(case.kind, case.draw, sizes, dtype)
@@ -219,3 +223,193 @@ def test_attention_over_ranks_is_attention_over_the_whole(ranks, size, first):
     for results in ranks(_compare_all, size, range(first, first + 20), matrix.is_whole, timeout=600):
         for (seed, method, dtype), difference in results.items():
             assert difference <= TOLERANCE[dtype], (_case(seed), seed, method, dtype, difference)
+
+
+def _random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _train_once(group, index, inputs, above, **options):
+    """Both passes with this rank's rows; returns the result and the gradients."""
+    mine = index[group.rank]
+    parts = [each[:, :, mine].clone().requires_grad_() for each in inputs]
+    out = attend(*parts, query_index=index, key_index=index, group=group, **options)
+    out.backward(above[:, :, mine])
+    return [out.detach(), *(each.grad for each in parts)]
+
+
+def _sent(method, causal, window):
+    """Bytes that this rank sends in both passes, and pairs that it computes."""
+    group = Group.whole()
+    batch, heads, key_heads, length, width = 2, 8, 4, 64, 16
+    index = zigzag_indices(length, group.size) if causal else list(torch.arange(length).tensor_split(group.size))
+    inputs = [_random(batch, count, length, width) for count in (heads, key_heads, key_heads)]
+    row, key = torch.arange(length)[:, None], torch.arange(length)
+    mask = ((key <= row) & (key > row - window))[index[group.rank]] if window else None
+    options = {"method": method, "causal": causal, "grouped": True, "mask": mask}
+    _train_once(group, index, inputs, _random(batch, heads, length, width), **options)
+    counted = counters_of(group)
+    return counted.sent, counted.masks, counted.scores
+
+
+def test_bytes_are_those_of_the_closed_forms(ranks):
+    size, batch, heads, key_heads, length, width, element = 4, 2, 8, 4, 64, 16, 8
+    others = (size - 1) / size
+    keys = 2 * others * batch * length * key_heads * width * element
+    of_heads = (2 * heads + 2 * key_heads) * others / size * batch * length * width * element
+    forms = {"ring": 3 * keys, "all_gather": 3 * keys, "all_to_all": 2 * of_heads, "auto": 2 * of_heads}
+    for method, form in forms.items():
+        sent = [each for each, _, _ in ranks(_sent, size, method, False, 0)]
+        assert max(sent) <= 1.02 * form, method
+        assert min(sent) == max(sent), method  # so that none is counted short
+
+
+def test_what_a_mask_hides_is_neither_sent_nor_computed(ranks):
+    size, length, window = 4, 64, 9
+    row = 2 * 4 * 16 * 8 * 2  # bytes of a position's keys and values: batch, heads, width, element
+    for method in ("ring", "all_gather"):
+        results = ranks(_sent, size, method, False, window)
+        # Each rank but the last sends the end of its chunk, twice; each but the first returns gradients.
+        assert [sent for sent, _, _ in results] == [part * (window - 1) * row for part in (2, 3, 3, 1)]
+        assert all(masks == (size - 1) * length for _, masks, _ in results)
+    for sent, masks, scores in ranks(_sent, size, "ring", True, 0):
+        assert masks == 0
+        assert sent < 3 * (size - 1) * length / size * row
+        # Half of the square, and a rank's share of it.
+        assert scores == pytest.approx(length * (length + 1) / 2 / size, rel=0.02)
+
+
+def _documents(lengths):
+    group = Group.whole()
+    index = balance_documents(lengths, group.size)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mine = index[group.rank]
+    mask = (number[mine, None] == number) & (mine[:, None] >= torch.arange(len(number)))
+    visibility.TILE_ROWS = 32
+    inputs = [_random(1, 1, len(number), 4, dtype=torch.float32)] * 3
+    _train_once(group, index, inputs, inputs[0], mask=mask, method="ring")
+    return counters_of(group).scores, int(mask.sum())
+
+
+def test_work_is_equal(ranks):
+    for ranks_number in (2, 4, 8):
+        for length in (4096, 5003):
+            work = [float((held + 1).sum()) for held in zigzag_indices(length, ranks_number)]
+            assert max(work) <= 1.02 * sum(work) / ranks_number
+    draw = random.Random(5)
+    lengths = [draw.choice([draw.randint(1, 120), draw.randint(1, 16)]) for _ in range(64)]
+    results = ranks(_documents, 4, lengths)
+    for place in range(2):  # computed, and asked for
+        work = [each[place] for each in results]
+        assert max(work) <= 1.1 * sum(work) / len(work)
+    for lengths in ([], [1], [3, 1]):  # fewer tokens than ranks
+        assert sorted(torch.cat(balance_documents(lengths, 3)).tolist()) == list(range(sum(lengths)))
+
+
+def _drop(methods):
+    group = Group.whole()
+    length, heads = 24, 4
+    inputs = [_random(2, heads, length, 8, seed=each) for each in range(3)]
+    above = _random(2, heads, length, 8, seed=3)
+    options = {"causal": True, "dropout": 0.3, "dropout_seed": 2**40 + 7}
+    alone = _train_once(Group.alone(), [torch.arange(length)], inputs, above, **options)
+    index = zigzag_indices(length, group.size)
+    mine = index[group.rank]
+    wanted = [each[:, :, mine] for each in alone]
+    differences = [
+        max(_differences(_train_once(group, index, inputs, above, method=method, **options), wanted))
+        for method in methods
+    ]
+    # Beside the formula.
+    q, k, v = (each.clone().requires_grad_() for each in inputs)
+    factors = Dropout(0.3, 2**40 + 7, 0, heads).factors(2, heads, torch.arange(length), torch.arange(length))
+    hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
+    weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    out = (weights * factors) @ v
+    out.backward(above)
+    differences.append(max(_differences(alone, [out.detach(), q.grad, k.grad, v.grad])))
+    return differences
+
+
+def test_the_same_weights_drop_out_at_any_degree(ranks):
+    for differences in ranks(_drop, 4, METHODS):
+        assert max(differences) <= 1e-9
+    places = torch.arange(300)
+    kept = Dropout(0.3, 1, 0, 2).factors(2, 2, places, places) > 0
+    assert kept.double().mean().item() == pytest.approx(0.7, abs=0.003)
+    for one, other in ((kept[0], kept[1]), (kept[:, 0], kept[:, 1]), (kept, kept.transpose(-1, -2))):
+        assert (one == other).double().mean().item() == pytest.approx(0.58, abs=0.01)  # independent
+    again = Dropout(0.3, 2, 0, 2).factors(2, 2, places, places) > 0
+    assert (kept == again).double().mean().item() == pytest.approx(0.58, abs=0.01)
+
+
+def _ways_of_calling():
+    """Differences between ways of calling attention that must not differ, and what was exchanged for them."""
+    group = Group.whole()
+    length = 26
+    index = zigzag_indices(length, group.size)
+    mine = index[group.rank]
+    inputs = [_random(2, 4, length, 8, seed=each, dtype=torch.float32) for each in range(3)]
+    above = _random(2, 4, length, 8, seed=3, dtype=torch.float32)
+    mask = torch.rand(length, length, generator=torch.Generator().manual_seed(4))[mine] > 0.4
+    found = {}
+    for method in METHODS:
+        options = {"mask": mask, "method": method}
+        wanted = _train_once(group, index, inputs, above, **options)
+        before = counters_of(group).masks
+        found[method, "again"] = _differences(_train_once(group, index, inputs, above, **options), wanted)
+        found[method, "masks exchanged again"] = [counters_of(group).masks - before]
+        parts = [each[:, :, mine].clone().requires_grad_() for each in inputs]
+
+        def call(*parts, method=method):
+            return attend(*parts, query_index=index, key_index=index, group=group, mask=mask, method=method)
+
+        with torch.no_grad():
+            found[method, "without gradients"] = _differences([call(*parts)], wanted[:1])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found[method, "autocast"] = _differences([call(*parts).detach()], wanted[:1])
+        for reentrant in (True, False):
+            out = torch.utils.checkpoint.checkpoint(call, *parts, use_reentrant=reentrant)
+            gradients = torch.autograd.grad if not reentrant else None
+            if gradients:
+                got = gradients(out, parts, above[:, :, mine])
+            else:
+                out.backward(above[:, :, mine])
+                got = [each.grad for each in parts]
+            found[method, f"checkpoint {reentrant}"] = _differences([out.detach(), *got], wanted)
+        for place in range(3):
+            parts = [each[:, :, mine].clone().requires_grad_(number == place) for number, each in enumerate(inputs)]
+            call(*parts).backward(above[:, :, mine])
+            found[method, f"only {place}"] = _differences([parts[place].grad], [wanted[1 + place]])
+        mask[:, 3] = ~mask[:, 3]  # what is known about the mask is out of date
+        whole = torch.rand(length, length, generator=torch.Generator().manual_seed(4)) > 0.4
+        whole[:, 3] = ~whole[:, 3]
+        expected = F.scaled_dot_product_attention(*inputs, attn_mask=whole)[:, :, mine]
+        found[method, "changed mask"] = [
+            each / 10 for each in _differences([call(*(each[:, :, mine] for each in inputs))], [expected])
+        ]
+        mask[:, 3] = ~mask[:, 3]
+    return {name: max(values) for name, values in found.items()}
+
+
+def test_ways_of_calling(ranks):
+    for results in ranks(_ways_of_calling, 2):
+        for name, difference in results.items():
+            assert difference <= 1e-6, name
+
+
+def test_arguments_that_do_not_fit():
+    q = torch.zeros(1, 4, 3, 8)
+    good = {"query_index": [torch.arange(3)], "key_index": [torch.arange(3)], "group": Group.alone()}
+    with pytest.raises(AssertionError, match="each once"):
+        attend(q, q, q, **good | {"key_index": [torch.tensor([0, 1, 1])]})
+    with pytest.raises(AssertionError, match="2 key heads"):
+        attend(q, q[:, :2], q[:, :2], **good)
+    with pytest.raises(AssertionError, match="seed"):
+        attend(q, q, q, dropout=0.1, **good)
+    with pytest.raises(AssertionError, match="mask of shape"):
+        attend(q, q, q, mask=torch.zeros(2, 3), **good)
+    with pytest.raises(AssertionError, match="types"):
+        attend(q, q.double(), q.double(), **good)
+    with pytest.raises(AssertionError, match="rows"):
+        attend(q[:, :, :2], q, q, **good)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smp_runtime.context.attention.visibility import Visibility
 
 #: Keys that are hidden, or fully visible, between others get a call of their own if there are so many.
-_GAP = 64
+GAP = 64
 #: Ranges of keys of a segment and a block that are always left as they are.
 _FEW_RANGES = 4
 
@@ -211,7 +211,7 @@ def _joined(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         ranges = ranges[:-1]
     joined: list[tuple[int, int, int]] = []
     for start, stop, code in ranges:
-        kept = code if stop - start >= _GAP else _SOME
+        kept = code if stop - start >= GAP else _SOME
         if joined and joined[-1][2] == kept:
             joined[-1] = (joined[-1][0], stop, kept)
         else:

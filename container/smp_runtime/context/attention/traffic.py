@@ -116,6 +116,8 @@ def start_exchange(
 
 def gather_bits(group: AttentionGroup, bits: torch.Tensor) -> torch.Tensor:
     """Return all ranks' vectors of booleans, ``[ranks, length]``, on the CPU; every rank of the group calls it."""
+    if group.size == 1:
+        return bits.cpu()[None]
     mine = bits.to(torch.uint8).contiguous()
     everyone = mine.new_empty(group.size * mine.numel())
     group.collectives.all_gather(everyone, mine, group.process_group).wait()
