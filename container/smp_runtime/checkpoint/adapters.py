@@ -204,18 +204,15 @@ def find_adapters(model: DistributedModel, folder: Path, tag: str | None) -> dic
     if place is None:
         return {}
     adapters: Any = model.module.peft_config
+    # PEFT saves the adapter "default" in the folder itself, and others in folders below.
     paths = {name: place if name == "default" else place / name for name in adapters}
     found = {name: path for name, path in paths.items() if _has_file(path)}
     is_single = len(paths) == 1
     has_other_name = is_single and not found
     if has_other_name and _has_file(place):
-    # PEFT saves the adapter "default" in the folder itself, and others in folders below.
         return dict.fromkeys(paths, place)  # whatever it was called when it was saved
     return found
 
-
-def _has_file(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _FILES)
 
 def _folder_of(folder: Path, tag: str | None) -> Path | None:
     """Return the folder that a tag means; None if it names a file of all weights."""
@@ -226,6 +223,9 @@ def _folder_of(folder: Path, tag: str | None) -> Path | None:
         return None
     return tagged if tagged.is_dir() else folder
 
+
+def _has_file(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def load_adapters(model: DistributedModel, places: Mapping[str, Path], *, strict: bool) -> None:

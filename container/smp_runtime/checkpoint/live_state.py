@@ -179,7 +179,6 @@ class ScriptPosition:
         return cls(random_state(session), SourcePositions.of(session.ranks).state())
 
 
-def check_random_state(state: Any) -> None:
 def _is_random_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or "cpu" not in state:
         return False
@@ -187,6 +186,7 @@ def _is_random_state(state: Any) -> bool:
     return all(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in found)
 
 
+def check_random_state(state: Any) -> None:
     """Make sure that what a file has is a random state; None, for no file, is.
 
     Raises:

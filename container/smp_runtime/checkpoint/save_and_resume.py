@@ -452,13 +452,6 @@ def check_tag(tag: str, *, partial: bool = True) -> None:
         )
 
 
-def _models(session: Session) -> list[DistributedModel]:
-    return [model for model in session.models if isinstance(model, DistributedModel)]
-
-
-def _optimizer(session: Session) -> DistributedOptimizer | None:
-    optimizer = session.optimizer
-    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
 def _is_reserved(tag: str, *, partial: bool) -> bool:
     if tag in (NEWEST, MANIFEST):
         return True
@@ -470,3 +463,10 @@ def _is_reserved(tag: str, *, partial: bool) -> bool:
     return is_of_script or tag.endswith((PARTIAL, full.OPTIMIZER, INDEX))
 
 
+def _models(session: Session) -> list[DistributedModel]:
+    return [model for model in session.models if isinstance(model, DistributedModel)]
+
+
+def _optimizer(session: Session) -> DistributedOptimizer | None:
+    optimizer = session.optimizer
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
