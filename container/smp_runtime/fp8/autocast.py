@@ -143,11 +143,13 @@ def fp8_autocast(
     if fp8_recipe is not None and not isinstance(fp8_recipe, DelayedScaling):
         raise SMPUserError(
             f"fp8_autocast got fp8_recipe={kind_of(fp8_recipe)}; pass a DelayedScaling of transformer_engine.common.recipe, or "
-            "install transformer_engine for other recipes"
+            "install transformer_engine for other recipes",
+            code="SMP321",
         )
     if calibrating:
         raise SMPUserError(
-            "fp8_autocast got calibrating=True, which emulated FP8 does not have: leave it out, and the first steps calibrate"
+            "fp8_autocast got calibrating=True, which emulated FP8 does not have: leave it out, and the first steps calibrate",
+            code="SMP321",
         )
     group: AmaxGroup = ScriptGroup(fp8_group)
     choosing.install()  # also of a library that was imported since
@@ -178,7 +180,8 @@ def checkpoint(
     if distribute_saved_activations:
         raise SMPUserError(
             "checkpoint got distribute_saved_activations=True, and inputs of recomputed functions stay whole here: leave it out, "
-            "and save memory with offload_wrapper"
+            "and save memory with offload_wrapper",
+            code="SMP321",
         )
     layers = running_layers()
     window = None if layers is None else layers.open_window

@@ -154,7 +154,8 @@ class EightBitLayers:
             self._begin(recipe or DelayedScaling(), group)
         elif enabled and recipe is not None and recipe != self.recipe:
             raise SMPUserError(
-                "an fp8_autocast inside another one has another recipe, and scales follow one: pass the same, or leave it out"
+                "an fp8_autocast inside another one has another recipe, and scales follow one: pass the same, or leave it out",
+                code="SMP321",
             )
         self._is_off = not enabled
         if not enabled:
@@ -261,18 +262,21 @@ class EightBitLayers:
         """
         if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
             raise CheckpointError(
-                f"the scales of FP8 are {str(state)[:100]}; the checkpoint is damaged: resume from another"
+                f"the scales of FP8 are {str(state)[:100]}; the checkpoint is damaged: resume from another",
+                code="SMP401",
             )
         for name, found in state.items():
             try:
                 values = {key: _read(found[key]) for key in ("scale", "history", "amax")}
             except (KeyError, ValueError, TypeError) as error:
                 raise CheckpointError(
-                    f"the scales of FP8 of {name} are damaged ({error}); resume from another tag"
+                    f"the scales of FP8 of {name} are damaged ({error}); resume from another tag", code="SMP401"
                 ) from None
             lengths = len(values["scale"]), len(values["amax"]), len(values["history"]) % TENSORS
             if lengths != (TENSORS, TENSORS, 0):
-                raise CheckpointError(f"the scales of FP8 of {name} have other lengths; resume from another tag")
+                raise CheckpointError(
+                    f"the scales of FP8 of {name} have other lengths; resume from another tag", code="SMP401"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with saved scales, also for layers that are still to come."""

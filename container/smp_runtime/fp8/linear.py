@@ -32,7 +32,10 @@ class _EightBitProduct(torch.autograd.Function):
                 scales.note(WEIGHT, weight)
         kept = to_eight_bits(x, scale[INPUT], scales.kind_of(INPUT))
         ctx.scales, ctx.dtype, ctx.records = scales, x.dtype, window.records
-        ctx.save_for_backward(kept, weight, scale)
+        # Without a gradient of the input, backward needs no weight, and a sharded one is not gathered for it.
+        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None, scale)
+        ctx.leaf = weight if ctx.needs_input_grad[1] and weight.is_leaf else None
+        ctx.weight_dtype = weight.dtype
         return F.linear(from_eight_bits(kept, scale[INPUT], x.dtype), _rounded(weight, scale, scales))
 
     @staticmethod
@@ -48,11 +51,12 @@ class _EightBitProduct(torch.autograd.Function):
 
         def compute() -> torch.Tensor:
             rows = from_eight_bits(kept, scale[INPUT], ctx.dtype).flatten(0, -2)
-            return rounded.flatten(0, -2).t().matmul(rows).to(weight.dtype)
+            return rounded.flatten(0, -2).t().matmul(rows).to(ctx.weight_dtype)
 
         dw = None
-        if ctx.needs_input_grad[1] and not weight_gradient_later(weight, compute):
-            dw = compute()
+        if ctx.needs_input_grad[1]:
+            is_later = ctx.leaf is not None and weight_gradient_later(ctx.leaf, compute)
+            dw = None if is_later else compute()
         return dx, dw, None, None, None
 
 

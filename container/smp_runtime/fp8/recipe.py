@@ -71,24 +71,33 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format) or self.fp8_format is Format.E5M2:
             raise SMPUserError(
-                f"fp8_format is {self.fp8_format}; use Format.HYBRID or Format.E4M3: weights need the mantissa of E4M3"
+                f"fp8_format is {self.fp8_format}; use Format.HYBRID or Format.E4M3: weights need the mantissa of E4M3",
+                code="SMP321",
             )
         _require_number("margin", self.margin, 0, 32)
         _require_number("amax_history_len", self.amax_history_len, 1, _LONGEST)
-        _require_number("interval", self.interval, 1, 1)
+        if self.interval != 1:
+            raise SMPUserError(
+                f"interval is {self.interval!r}; leave it out: scales change with every step", code="SMP321"
+            )
         algorithm = self.amax_compute_algo
         if not callable(algorithm) and algorithm not in ("max", "most_recent"):
-            raise SMPUserError(f"amax_compute_algo is {algorithm!r}; use 'max', 'most_recent' or a function")
+            raise SMPUserError(
+                f"amax_compute_algo is {algorithm!r}; use 'max', 'most_recent' or a function", code="SMP321"
+            )
         if self.fp8_dpa or self.fp8_mha or any(self.override_linear_precision):
             raise SMPUserError(
                 "fp8_dpa, fp8_mha or override_linear_precision is true, and emulated FP8 is for products of linear layers, all "
-                "three of each: leave them out, or install transformer_engine"
+                "three of each: leave them out, or install transformer_engine",
+                code="SMP321",
             )
 
 
 def _require_number(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise SMPUserError(f"{name} is {value!r}, {kind_of(value)}; use a whole number from {least} to {most}")
+        raise SMPUserError(
+            f"{name} is {value!r}, {kind_of(value)}; use a whole number from {least} to {most}", code="SMP321"
+        )
 
 
 def is_fp8_recipe(value: Any) -> bool:

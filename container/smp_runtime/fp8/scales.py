@@ -135,6 +135,7 @@ class LinearScales:
         recipe = self.recipe
         if recipe.scaling_factor_compute_algo is not None:
             return recipe.scaling_factor_compute_algo(amax, scale, greatest, recipe)
-        found = (greatest / amax) / 2**recipe.margin
+        # A number over a tensor would be its reciprocal times the number, which rounds twice.
+        found = amax.new_tensor(greatest).div(amax) / 2**recipe.margin
         found = torch.where((amax > 0) & amax.isfinite(), found, scale)
         return found.clamp(max=torch.finfo(torch.float32).max)

@@ -24,7 +24,8 @@ def _refuse(kind: str, options: dict[str, Any]) -> None:
     if asked:
         raise SMPUserError(
             f"{kind} got {', '.join(asked)}, and transformer_engine is not installed: install it, or leave them out and split the "
-            "model by tensor_parallel_degree and tsm.transform"
+            "model by tensor_parallel_degree and tsm.transform",
+            code="SMP321",
         )
 
 
@@ -125,7 +126,9 @@ class LayerNormLinear(nn.Module):
         super().__init__()
         kinds: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if normalization not in kinds:
-            raise SMPUserError(f"normalization is {normalization!r}; use {' or '.join(map(repr, kinds))}")
+            raise SMPUserError(
+                f"normalization is {normalization!r}; use {' or '.join(map(repr, kinds))}", code="SMP321"
+            )
         self.norm = kinds[normalization](in_features, eps, params_dtype=params_dtype, device=device)
         self.linear = Linear(in_features, out_features, bias, params_dtype=params_dtype, device=device, **options)
 

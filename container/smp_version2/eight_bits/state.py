@@ -28,6 +28,7 @@ def go_on_with(text: Any) -> None:
         found = json.loads(text)
     except (ValueError, TypeError):
         raise CheckpointError(
-            f"the scales of FP8 in this checkpoint are {str(text)[:60]!r}, which is no JSON; load another checkpoint"
+            f"the scales of FP8 in this checkpoint are {str(text)[:60]!r}, which is no JSON; load another checkpoint",
+            code="SMP401",
         ) from None
     autocast.go_on_with(found)
