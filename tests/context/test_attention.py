@@ -101,6 +101,9 @@ def _mask(kind, draw, sizes, dtype):
     hidden = draw.choice([torch.finfo(dtype).min, -1e9 if dtype is torch.float32 else torch.finfo(dtype).min])
     made = {
         "none": None,
+        "range of documents": None,
+        "range of a window": None,
+        "range and mask": noise > 0.2,
         "causal": None,
         "padded": key < lengths,
         "left padded": (key >= lengths) & (key <= row),
@@ -120,7 +123,15 @@ def _mask(kind, draw, sizes, dtype):
         ),
         "empty blocks": (key // 8 == row // 8) & (row % 5 != 0),
     }[kind]
-    return made, kind.startswith("causal")
+    if "range" not in kind:
+        return made, kind.startswith("causal"), None
+    row = row[:, 0]
+    if kind == "range of a window":
+        ends = draw.choice([row, row + draw.randint(-3, 9)])
+        return made, False, ((ends - width).clamp(min=0), ends)
+    first = torch.searchsorted(documents[:rows].contiguous(), documents[:rows])
+    last = draw.choice([row, torch.searchsorted(documents[:rows].contiguous(), documents[:rows], right=True) - 1])
+    return made, draw.random() < 0.5, (first, last)
 
 
 def _case(seed):
@@ -143,13 +154,21 @@ def _differences(found, wanted):
         yield (one - other).abs().max().item() / max(1.0, other.abs().max().item()) if other.numel() else 0.0
 
 
+def _visible(case, causal, key_range):
+    row, key = torch.arange(case.rows)[:, None], torch.arange(case.keys)
+    visible = row >= key if causal else torch.ones(case.rows, case.keys, dtype=torch.bool)
+    if key_range:
+        visible = visible & (key >= key_range[0][:, None]) & (key <= key_range[1][:, None])
+    return visible
+
+
 def _compare(seed, method, dtype, group):
     """The largest difference between this rank's rows and those of one process, in both passes."""
     from torch.nn.attention import SDPBackend, sdpa_kernel  # these do not travel to the ranks
 
     case = _case(seed)
     sizes = (case.batch, case.heads, case.rows, case.keys)
-    mask, causal = _mask(case.kind, case.draw, sizes, dtype)
+    mask, causal, key_range = _mask(case.kind, case.draw, sizes, dtype)
     made = torch.Generator().manual_seed(seed)
     shapes = [
         (case.batch, case.heads, case.rows, case.width),
@@ -166,15 +185,18 @@ def _compare(seed, method, dtype, group):
     whole = [each.clone().requires_grad_() for each in (q, k, v)]
     whole_mask = mask.clone().requires_grad_(learns) if mask is not None else None
     seen = whole_mask
-    if causal and mask is not None:
-        visible = torch.arange(case.rows)[:, None] >= torch.arange(case.keys)
-        seen = mask & visible if mask.dtype is torch.bool else whole_mask.masked_fill(~visible, -torch.inf)
+    if (causal and mask is not None) or key_range:
+        visible = _visible(case, causal, key_range)
+        if mask is None:
+            seen = visible
+        else:
+            seen = mask & visible if mask.dtype is torch.bool else whole_mask.masked_fill(~visible, -torch.inf)
     grouped = case.heads != case.key_heads
     # PyTorch's operator for the CPU has wrong gradients for rows of large negative numbers only: its log-sum-exp has no digits
     # for the number of keys.
     with sdpa_kernel(SDPBackend.MATH) if case.kind == "large numbers" else contextlib.nullcontext():
         wanted = F.scaled_dot_product_attention(
-            *whole, attn_mask=seen, is_causal=causal and mask is None, scale=case.scale, enable_gqa=grouped
+            *whole, attn_mask=seen, is_causal=causal and seen is None, scale=case.scale, enable_gqa=grouped
         )
     wanted.backward(above)
 
@@ -185,8 +207,8 @@ def _compare(seed, method, dtype, group):
     if learns:
         part_of_mask = part_of_mask.clone().requires_grad_()
     out = attend(
-        *parts, query_index=queries, key_index=keys, group=group, mask=part_of_mask, causal=causal, scale=case.scale,
-        method=method, grouped=grouped,
+        *parts, query_index=queries, key_index=keys, group=group, mask=part_of_mask, causal=causal, key_range=key_range,
+        scale=case.scale, method=method, grouped=grouped,
     )  # fmt: skip
     out.backward(above[:, :, mine])
     found = [out.detach(), *(each.grad for each in parts)]
@@ -341,6 +363,45 @@ def test_the_same_weights_drop_out_at_any_degree(ranks):
         assert (one == other).double().mean().item() == pytest.approx(0.58, abs=0.01)  # independent
     again = Dropout(0.3, 2, 0, 2).factors(2, 2, places, places) > 0
     assert (kept == again).double().mean().item() == pytest.approx(0.58, abs=0.01)
+
+
+def _cap_and_sink(methods):
+    """Differences from the formula of attention with soft-capped scores and with sinks."""
+    group = Group.whole()
+    length, heads = 24, 4
+    index = zigzag_indices(length, group.size)
+    mine = index[group.rank]
+    inputs = [_random(2, heads, length, 8, seed=each) for each in range(3)]
+    above = _random(2, heads, length, 8, seed=3)
+    mask = (_random(length, length, seed=4) > -1) & (torch.arange(length)[:, None] % 7 != 3)
+    sinks = _random(heads, seed=5)
+    differences = []
+    for cap, has_sinks in ((2.0, False), (None, True), (2.0, True)):
+        q, k, v, of_sink = (each.clone().requires_grad_() for each in (*inputs, sinks))
+        scores = q @ k.transpose(-1, -2) / 8**0.5
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        scores = scores.masked_fill(~mask, -torch.inf)
+        beside = of_sink[:, None, None].expand(2, -1, length, 1)
+        weights = (
+            torch.cat([scores, beside], -1).softmax(-1)[..., :-1] if has_sinks else scores.softmax(-1).nan_to_num(0.0)
+        )
+        out = weights @ v
+        out.backward(above)
+        wanted = [out.detach(), q.grad, k.grad, v.grad]
+        for method in methods:
+            learned = sinks.clone().requires_grad_()
+            options = {"softcap": cap, "sinks": learned if has_sinks else None, "mask": mask[mine], "method": method}
+            got = _train_once(group, index, inputs, above, **options)
+            differences += _differences(got, [each.nan_to_num(0.0)[:, :, mine] for each in wanted])
+            if has_sinks:
+                dist.all_reduce(learned.grad)
+                differences += _differences([learned.grad], [of_sink.grad])
+    return differences
+
+
+def test_soft_capped_scores_and_sinks(ranks):
+    for differences in ranks(_cap_and_sink, 4, METHODS):
+        assert max(differences) <= 1e-9
 
 
 def _ways_of_calling():

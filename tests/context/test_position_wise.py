@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from smp_runtime.context import functions
-from smp_runtime.context.position_wise import prepare
 from support.ranks.context_threads import cut, run_context, whole_of
 from torch import nn
+
+from smp_runtime.context import functions
+from smp_runtime.context.position_wise import prepare
 
 B, T, D = 2, 24, 6
 
@@ -103,7 +104,7 @@ def test_results_and_gradients_equal_the_whole(case):
 
     def run(group):
         model = copies[group.rank]
-        prepare(model)
+        prepare(model.modules())
         out = model(cut(x, group))
         out.square().mean().backward()
         gathered = set(group.gathered)

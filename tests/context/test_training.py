@@ -21,6 +21,8 @@ def _train(steps, dtype, batch, marks):
 
     torch.manual_seed(smp.rank())
     model = CausalNet().to(dtype)
+    if smp.tp_size() > 1:
+        smp.set_tensor_parallelism(model)
     model = smp.DistributedModel(model)
     if marks:
         for block in model.module.blocks:
@@ -54,6 +56,23 @@ CASES = {
             "sdp_param_persistence_threshold": 0,
             "sdp_gradient_clipping": 1e6,
         },
+    ),
+    "pipeline": (4, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
+    "pipeline and checkpointing": (
+        4,
+        {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4, "checkpointing": True},
+    ),
+    "zero bubble": (
+        4,
+        {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "zero_bubble"},
+    ),
+    "tensor": (
+        4,
+        {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"},
+    ),
+    "tensor, activations divided": (
+        4,
+        {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "prescaled_batch": True},
     ),
     "checkpointing": (2, {"checkpointing": True}),
     "offload": (2, {"checkpointing": True, "offload_activations": True, "microbatches": 2}),

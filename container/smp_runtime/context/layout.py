@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -105,6 +106,16 @@ def zigzag(length: int, ranks: int) -> SequenceLayout:
 def contiguous(length: int, ranks: int) -> SequenceLayout:
     """Divide a sequence into one chunk per rank."""
     return SequenceLayout(("contiguous", length, ranks), length, torch.arange(length).tensor_split(ranks))
+
+
+def layout_of(key: Any) -> SequenceLayout:
+    """Return the layout with a key."""
+    kind, *facts = key
+    if kind == "slice":
+        return layout_of(facts[0]).select(*facts[1:])[0]
+    if kind == "padded":
+        return layout_of(facts[0]).padded(*facts[1:])
+    return {"zigzag": zigzag, "contiguous": contiguous}[kind](*facts)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ between positions fails the proof, and runs on whole sequences as before.
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -197,15 +196,13 @@ def wrap_positions(result: Any, first: ShardedSequence) -> Any:
     return wrap(result) if isinstance(result, torch.Tensor) else tree_map(wrap, result)
 
 
-_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+def prepare(modules: Iterable[nn.Module]) -> None:
+    """Let mixtures of experts run on slices, where that is proven.
 
-
-def prepare(model: nn.Module) -> None:
-    """Let the mixtures of experts of a model run on slices, where that is proven."""
-    if model in _prepared:
-        return
-    _prepared.add(model)
-    for module in model.modules():
-        is_tried = _TRIED.search(type(module).__name__) is not None and module is not model
+    Args:
+        modules: of a model, all that this rank runs.
+    """
+    for module in modules:
+        is_tried = _TRIED.search(type(module).__name__) is not None
         if is_tried and not any(_MIXING.search(type(part).__name__) for part in module.modules()):
             module.forward = PositionWise(module.forward)

@@ -94,14 +94,15 @@ class DistributedModel(WrappedModule):
     ) -> None:
         super().__init__()
         if isinstance(module, DistributedModel):
-            raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
+            raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once", code="SMP303")
         check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         self._session = session = sessions.current_session()
         self._ranks = ranks = session.ranks
         if ranks.size(Group.PP) > 1 and session.models:
             raise SMPUserError(
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
-                "parts of one nn.Module and wrap that"
+                "parts of one nn.Module and wrap that",
+                code="SMP303",
             )
         check_shared(module, session.models, ranks)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -295,7 +296,8 @@ class DistributedModel(WrappedModule):
         if not self.partitioned or (self.pipeline is not None and is_outside):
             raise SMPUserError(
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
-                "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
+                "work together inside a step; call it in a function decorated with smp.step, also for evaluation",
+                code="SMP303",
             )
         if is_outside:
             self.adopt_writes()
@@ -306,7 +308,7 @@ class DistributedModel(WrappedModule):
         with self._window.forward(evaluates=is_outside and not self._trains()):
             args, kwargs = self.precision.enter(args), self.precision.enter(kwargs)
             if (inputs := SequenceInputs.of(self._ranks)) is not None:
-                args, kwargs = inputs.cut(self.module, args, kwargs)
+                args, kwargs = inputs.cut(args, kwargs)
             return self.precision.leave(self.module(*args, **kwargs))
 
     def backward(
@@ -470,7 +472,8 @@ class DistributedModel(WrappedModule):
         if self._placed.is_copied:
             raise SMPUserError(
                 "model.cpu() has put a whole copy in the place of this rank's part, so load_state_dict would change the copy "
-                "only; call model.cuda() first, which goes back to the part, or model.module.load_state_dict for the copy"
+                "only; call model.cuda() first, which goes back to the part, or model.module.load_state_dict for the copy",
+                code="SMP303",
             )
         return self._state.load(
             state_dict,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_runtime.activations import marking
+from smp_runtime.context.inputs import share_sequences_out
 from smp_runtime.microbatch_state import compiled_blocks
 from smp_runtime.model.placement import strategies
 from smp_runtime.module_conversion.replacing import distribute
@@ -14,16 +15,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.placement.strategies import ModelParts
     from smp_runtime.model.stages import Stages
     from smp_runtime.pipeline.partition.assignment import Assignment
 
 
 def apply_tensor_parallelism(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Apply tensor parallelism to the model, and return it.
+    """Apply tensor parallelism, and return the model; first, so that all other strategies see the modules that it creates.
 
-    It comes first, so that all other strategies see the modules that it creates. These are checkpointed and compiled as the
-    modules that they replace.
+    These are checkpointed and compiled as the modules that they replace.
     """
     checkpointed = marking.find_marks(module)
     compiled = compiled_blocks.find_compile_marks(module)
@@ -37,7 +36,7 @@ def partition(stages: Stages, assignment: Assignment) -> None:
     stages.assign(assignment)
 
 
-def place(parts: ModelParts) -> None:
+def place(parts: strategies.ModelParts) -> None:
     """Place this rank's part of the model: create, shard, move, agree, cast, shard the state, average gradients."""
     # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
     created = strategies.create_parameters(parts)
@@ -50,10 +49,11 @@ def place(parts: ModelParts) -> None:
     strategies.scale_gradients(parts, roles)
 
 
-def prepare_modules(parts: ModelParts) -> None:
-    """Prepare the placed modules for their calls: a script's hook, its writes, compiled blocks, late parameters."""
+def prepare_modules(parts: strategies.ModelParts) -> None:
+    """Prepare the placed modules for their calls: a script's hook, its writes, slices, compiled blocks, late parameters."""
     parts.window.install_hook()
     parts.placed.watch_writes(parts.part)
+    share_sequences_out(parts.ranks, parts.part.modules())
     parts.part.compile(parts.ranks, parts.placed)
     # Modules are followed as they run, so after they were compiled.
     parts.placed.follow_calls(parts.part)
