@@ -1,16 +1,14 @@
 """Short error codes, such as ``SMP302``; each has a section in ``docs/troubleshooting.md``.
 
 A message describes one problem with its numbers. A code names the kind of problem and the general remedy.
-Codes are not written beside hundreds of messages. A code follows from the error's class if the class is specific
-enough (a connection was lost). Otherwise it follows from the part of the library that made the error.
-``data/error_codes.json`` lists all codes.
+It is written where the error is raised: ``raise ConfigError("…", code="SMP102")``. A class that is specific enough
+(a connection was lost) has a code itself. ``data/error_codes.json`` lists all codes.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +26,6 @@ class Code:
         cause: how it comes about.
         cure: what to do.
         page: the page of the documentation with the details, and its heading.
-        modules: modules that raise errors with this code, with all their submodules; the longest matching name counts.
-        errors: classes of errors with this code, wherever they are raised.
     """
 
     code: str
@@ -37,8 +33,6 @@ class Code:
     cause: str
     cure: str
     page: str
-    modules: tuple[str, ...]
-    errors: tuple[str, ...]
 
 
 #: Origin of an error, by the first digit of its code.
@@ -56,34 +50,8 @@ FAMILIES = {
 def catalogue() -> dict[str, Code]:
     """Return all codes in order, by name."""
     text = (Path(__file__).parent / "data" / "error_codes.json").read_text(encoding="utf-8")
-    rows: list[dict[str, Any]] = json.loads(text)
-    made = (Code(**{**row, "modules": tuple(row["modules"]), "errors": tuple(row["errors"])}) for row in rows)
-    return {code.code: code for code in made}
-
-
-@functools.cache
-def _by_class() -> dict[str, str]:
-    codes: dict[str, str] = {}
-    for row in catalogue().values():
-        for name in row.errors:
-            codes[name] = row.code
-    return codes
-
-
-@functools.cache
-def _of_module(module: str) -> str | None:
-    by_name = {name: row.code for row in catalogue().values() for name in row.modules}
-    parts = module.split(".")
-    return next((by_name[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in by_name), None)
-
-
-def code_for(kind: type, module: str) -> str | None:
-    """Return the code of an error of class ``kind`` that ``module`` raises, or None if it has no code.
-
-    A specific class has the same code wherever it is raised. For other classes, the module decides.
-    """
-    of_class = (_by_class()[base.__name__] for base in kind.__mro__ if base.__name__ in _by_class())
-    return next(of_class, None) or _of_module(module)
+    rows: list[dict[str, str]] = json.loads(text)
+    return {row["code"]: Code(**row) for row in rows}
 
 
 #: Attribute of errors that were given a code.
@@ -94,17 +62,19 @@ class Coded(Exception):
     """An error that has a code, which tracebacks show below its message (from Python 3.11 on).
 
     The message stays as it was written: it may become a part of another one, and programs compare it.
+
+    Args:
+        code: of the list; None for that of the class.
+
+    Attributes:
+        code: of the class, for errors that are raised without one.
     """
 
     code: str | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, code: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        frame = sys._getframe(1)  # noqa: SLF001 - the public way, inspect.currentframe, is the same call
-        # Constructors of subclasses stand between.
-        while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is self and frame.f_back is not None:
-            frame = frame.f_back
-        self._take(code_for(type(self), frame.f_globals.get("__name__", "")))
+        self._take(code or type(self).code)
 
     def of_the_kind_of(self, other: BaseException) -> Self:
         """Take the code of another error, which this error rewords, and return this error."""
@@ -122,12 +92,7 @@ def code_of(error: BaseException) -> str | None:
     if isinstance(error, Coded) and error.code:
         return error.code
     given = getattr(error, _GIVEN, None)
-    if isinstance(given, str):
-        return given
-    if not isinstance(error, Coded):
-        return None
-    # No code is stored if ``Coded.__init__`` did not run: another base class, such as AttributeError, may come first.
-    return code_for(type(error), "")
+    return given if isinstance(given, str) else None
 
 
 def give_code(error: BaseException, code: str) -> None:

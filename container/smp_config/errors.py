@@ -26,9 +26,13 @@ class ConfigError(Coded, ValueError):
 class PackageMissing(Coded, RuntimeError):
     """A package that only some calls need is not installed."""
 
+    code = "SMP121"
+
 
 class RequiredPackageMissing(Coded, ImportError):
     """A package that every process of a job needs is not installed."""
+
+    code = "SMP206"
 
 
 def show_value(value: Any) -> str:

@@ -145,7 +145,8 @@ class JobSettings(BaseModel):
         if model and data:
             raise ConfigError(
                 "smdistributed enables both modelparallel and dataparallel; one job runs one of the two libraries: "
-                'remove one (modelparallel does data parallelism too, with "ddp": True)'
+                'remove one (modelparallel does data parallelism too, with "ddp": True)',
+                code="SMP103",
             )
         groups = _group_names(distribution.get("instance_groups"), 'distribution["instance_groups"]')
         torchrun = _torchrun(distribution) if model else {}
@@ -176,13 +177,15 @@ class JobSettings(BaseModel):
             raise ConfigError(
                 "distribution enables torch_distributed and mpi beside smdistributed.modelparallel; torch_distributed starts "
                 "scripts of version 2 of the library (import torch.sagemaker), mpi those of version 1 "
-                "(import smdistributed.modelparallel.torch): remove the one that the script does not use"
+                "(import smdistributed.modelparallel.torch): remove the one that the script does not use",
+                code="SMP103",
             )
         settings = _settings(TorchrunSettings, torchrun, "torch_distributed")
         if settings.processes_per_host is not None and settings.processes_per_host < 1:
             raise ConfigError(
                 f"torch_distributed.processes_per_host is {settings.processes_per_host}; it is the number of processes that each "
-                "host starts: set it to 1 or more, or leave it out for one on each GPU"
+                "host starts: set it to 1 or more, or leave it out for one on each GPU",
+                code="SMP103",
             )
         return cls(version_2=given, torchrun=settings, instance_type=instance_type, instance_groups=groups)
 
@@ -243,7 +246,8 @@ class JobSettings(BaseModel):
             raise ConfigError(
                 f"the hyperparameter {INSTANCE_TYPE} is {show_value(instance_type)}, {kind_of(instance_type)}; it names the "
                 "type "
-                'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
+                'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out',
+                code="SMP103",
             )
         model = carried.get(MP_PARAMETERS)
         if model is not None and _flag(carried.get(TORCHRUN_ENABLED)) is True:
@@ -274,7 +278,8 @@ def _group_names(value: Any, what: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{what} is {show_value(value)}, {kind_of(value)}; it lists the groups of instances that train: write a list of "
-            'their names such as ["workers"]'
+            'their names such as ["workers"]',
+            code="SMP103",
         )
     return tuple(map(str, names))
 
@@ -285,7 +290,8 @@ def _dictionary(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(
             f'distribution["{path}"] is {show_value(value)}, {kind_of(value)}; it must be a dictionary such as '
-            '{"enabled": True}'
+            '{"enabled": True}',
+            code="SMP103",
         )
     return dict(value)
 
@@ -294,7 +300,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], path: str)
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"unknown key {show_value(key)} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
+                f"unknown key {show_value(key)} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}",
+                code="SMP103",
             )
 
 
@@ -307,12 +314,14 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
     if "enabled" not in part:
         raise ConfigError(
             f'distribution {path} has no "enabled"; it was given {sorted(part) or "nothing"}, and without it the '
-            'strategy would be dropped silently: add "enabled": True'
+            'strategy would be dropped silently: add "enabled": True',
+            code="SMP103",
         )
     if not isinstance(part["enabled"], bool):
         raise ConfigError(
             f'distribution {path} has "enabled": {show_value(part["enabled"])}, {kind_of(part["enabled"])}; '
-            "only a boolean turns the strategy on: write True or False without quotes"
+            "only a boolean turns the strategy on: write True or False without quotes",
+            code="SMP103",
         )
     return part if part["enabled"] else {}
 
@@ -330,14 +339,16 @@ def _parameters(value: Any) -> Any:
     if not os.path.isfile(value):
         raise ConfigError(
             f"smdistributed.modelparallel.parameters is {value!r}; a string means the path of a JSON file, and there "
-            f"is none at {path.absolute()}: give a dictionary or an existing file"
+            f"is none at {path.absolute()}: give a dictionary or an existing file",
+            code="SMP103",
         )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"smdistributed.modelparallel.parameters is {value!r}, a file that cannot be read: {error}; write the dictionary there "
-            "as JSON in UTF-8"
+            "as JSON in UTF-8",
+            code="SMP103",
         ) from None
 
 
@@ -350,7 +361,7 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
             + str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
             for item in error.errors()
         )
-        raise ConfigError(f"distribution {path}: {problems}") from None
+        raise ConfigError(f"distribution {path}: {problems}", code="SMP103") from None
 
 
 def decoded_hyperparameter(value: Any) -> Any:

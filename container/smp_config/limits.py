@@ -47,7 +47,8 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
         raise ConfigError(
             f"{TIMEOUT_VARIABLE} is {show_value(text)}; it counts the seconds that a rank waits for another: set a number "
             "above 0, and "
-            f"of at most {MOST_SECONDS:,.0f}"
+            f"of at most {MOST_SECONDS:,.0f}",
+            code="SMP106",
         )
     return value
 
@@ -68,7 +69,8 @@ def hang_seconds(environ: Mapping[str, str]) -> float | None:
     if not 0 <= value < float("inf"):
         raise ConfigError(
             f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, "
-            "or 0 for no watch"
+            "or 0 for no watch",
+            code="SMP106",
         )
     return value
 
@@ -83,7 +85,8 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
     if limit != -1 and not 1 <= limit < 2**31:
         raise ConfigError(
             f"{THROTTLE_VARIABLE} is {show_value(text)}; it counts collectives that may be in flight at once: set a number from 1, "
-            "or -1 for no limit"
+            "or -1 for no limit",
+            code="SMP106",
         )
     return limit
 

@@ -115,7 +115,8 @@ class MergedOptions:
         first = self.conflicts[0]
         raise ConfigError(
             f"custom_mpi_options sets the same thing to different values: {given}; mpirun would take one of them "
-            f"without a word; keep one, for example '{first[-1]}', and remove the other"
+            f"without a word; keep one, for example '{first[-1]}', and remove the other",
+            code="SMP104",
         )
 
 
@@ -134,18 +135,22 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
             the output, which the launcher reads.
     """
     if why := strict_json.why_unusable(text or ""):
-        raise ConfigError(f"custom_mpi_options {why}; it begins with {text[:60]!r}: remove that character")
+        raise ConfigError(
+            f"custom_mpi_options {why}; it begins with {text[:60]!r}: remove that character", code="SMP104"
+        )
     if len(text or "") > _LONGEST:
         raise ConfigError(
             f"custom_mpi_options has {len(text):,} characters, and mpirun's command line has room for {_LONGEST:,} of them; it "
-            f"begins with {text[:60]!r}: hand long values to the ranks by the estimator's environment"
+            f"begins with {text[:60]!r}: hand long values to the ranks by the estimator's environment",
+            code="SMP104",
         )
     try:
         words = shlex.split(text or "")
     except ValueError as error:
         raise ConfigError(
             f"custom_mpi_options cannot be split into words: {error} in {masked_text(show_value(text))}; close the quote or "
-            "write \\' "
+            "write \\' ",
+            code="SMP104",
         ) from None
     options: list[MpiOption] = []
     at = 0
@@ -154,13 +159,15 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
         if option.name in _RESERVED:
             raise ConfigError(
                 f"custom_mpi_options contains '{option}'; the job starts its processes from its own settings and two "
-                f"answers cannot both hold; remove the option and set {_RESERVED[option.name]} instead"
+                f"answers cannot both hold; remove the option and set {_RESERVED[option.name]} instead",
+                code="SMP104",
             )
         if _changes_output(option):
             raise ConfigError(
                 f"custom_mpi_options contains '{option}', which changes how mpirun hands on what the ranks print; the "
                 "launcher reads there which rank a line is from, and without it neither progress nor failures nor a "
-                "request to stop would work; remove the option: the job's log has the lines of all ranks"
+                "request to stop would work; remove the option: the job's log has the lines of all ranks",
+                code="SMP104",
             )
         options.append(option)
     return options
@@ -219,7 +226,8 @@ def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
         raise ConfigError(
             f"custom_mpi_options contains the word {word!r}{before}, which belongs to no option; mpirun would start it "
             "as the program instead of the training script; put the option it belongs to before it, or quote a value "
-            "that holds spaces"
+            "that holds spaces",
+            code="SMP104",
         )
     at += 1
     name, equals, value = name.partition("=")
@@ -237,7 +245,9 @@ def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
     has_value = len(words) > at and not words[at].startswith("-")
     if is_toolkit_variable:
         if not has_value:
-            raise ConfigError(f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'")
+            raise ConfigError(
+                f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'", code="SMP104"
+            )
         return MpiOption(_VARIABLE_OPTION, name, words[at]), at + 1
     if name in _FLAGS or not has_value:
         return MpiOption(name), at
@@ -249,7 +259,8 @@ def _parameter(word: str, name: str, words: list[str], at: int) -> tuple[MpiOpti
     if len(words) < at + 2:
         raise ConfigError(
             f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
-            f"follow; write for example '--{name} btl_tcp_if_include eth0'"
+            f"follow; write for example '--{name} btl_tcp_if_include eth0'",
+            code="SMP104",
         )
     return MpiOption(name, words[at], words[at + 1]), at + 2
 
@@ -258,7 +269,8 @@ def _variable(words: list[str], at: int) -> tuple[MpiOption, int]:
     """Parse ``-x NAME=VALUE`` or ``-x NAME``, after the option's word."""
     if len(words) <= at or words[at][:1] in ("", "-", "="):
         raise ConfigError(
-            "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"
+            "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'",
+            code="SMP104",
         )
     variable, equals, value = words[at].partition("=")
     return MpiOption(_VARIABLE_OPTION, variable, value if equals else None), at + 1

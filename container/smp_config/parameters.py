@@ -444,12 +444,13 @@ class ModelParallelParameters(BaseModel):
             except ValueError as error:
                 raise ConfigError(
                     f"mp_parameters is not JSON ({error}); it begins with {text[:60]!r}; "
-                    'send a JSON object such as {"ddp": true}'
+                    'send a JSON object such as {"ddp": true}',
+                    code="SMP101",
                 ) from None
         try:
             return cls.model_validate({} if value is None else value)
         except ValidationError as error:
-            raise ConfigError(_readable(error)) from None
+            raise ConfigError(_readable(error), code="SMP101") from None
 
     def to_mp_parameters(self) -> dict[str, Any]:
         """Return the given settings under their documented names, without defaults.

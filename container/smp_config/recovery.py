@@ -85,7 +85,8 @@ def wants_memory(environ: Mapping[str, str]) -> bool:
         raise ConfigError(
             f"{MEMORY_VARIABLE} is {show_value(text)}; it says whether the state of the training is kept in shared memory: "
             "set 1, or 0 "
-            "for no"
+            "for no",
+            code="SMP106",
         )
     interval_steps(environ)
     return text == "1"
@@ -98,5 +99,7 @@ def _count(environ: Mapping[str, str], name: str, what: str, least: int, most: i
     except ValueError:
         value = -1
     if not least <= value <= most:
-        raise ConfigError(f"{name} is {show_value(text)}; it says {what}: set a whole number from {least} to {most:,}")
+        raise ConfigError(
+            f"{name} is {show_value(text)}; it says {what}: set a whole number from {least} to {most:,}", code="SMP106"
+        )
     return value

@@ -182,12 +182,14 @@ def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -
     except ValueError:
         raise ConfigError(
             f"{variable} is {show_value(given)}, not a whole number; it is a size in bytes and must be a multiple of "
-            f"{BUFFER_GRAIN}; the default is {default}"
+            f"{BUFFER_GRAIN}; the default is {default}",
+            code="SMP106",
         ) from None
     if size > _MOST_BYTES:
         raise ConfigError(
             f"{variable} is {show_value(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of "
-            f"{BUFFER_GRAIN} of at most {_MOST_BYTES} (the default is {default})"
+            f"{BUFFER_GRAIN} of at most {_MOST_BYTES} (the default is {default})",
+            code="SMP106",
         )
     if size >= BUFFER_GRAIN and size % BUFFER_GRAIN == 0:
         return size
@@ -196,7 +198,8 @@ def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -
     why = f"{size} = {size // BUFFER_GRAIN} × {BUFFER_GRAIN} + {size % BUFFER_GRAIN}" if size > 0 else f"{size} ≤ 0"
     raise ConfigError(
         f"{variable} is {size}; it must be a positive multiple of {BUFFER_GRAIN}, and {why}; "
-        f"set it to {' or '.join(nearest)} (the default is {default})"
+        f"set it to {' or '.join(nearest)} (the default is {default})",
+        code="SMP106",
     )
 
 

@@ -82,45 +82,54 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("world_size", "pipeline", "tensor", "sharded", "expert", "context"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1")
+                raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1", code="SMP102")
         if self.world_size > MOST_RANKS:
             raise ConfigError(
                 f"the job has {self.world_size} processes (processes_per_host × instance_count), more than the {MOST_RANKS:,} that "
-                "the library lays out: lower one of the two"
+                "the library lays out: lower one of the two",
+                code="SMP102",
             )
         if sorted(self.placement) != ["D", "P", "T"]:
-            raise ConfigError(f"placement {self.placement!r} is not a permutation of D, P and T; use for example 'DPT'")
+            raise ConfigError(
+                f"placement {self.placement!r} is not a permutation of D, P and T; use for example 'DPT'", code="SMP102"
+            )
         model = self.pipeline * self.tensor
         made_of = f"pipeline_parallel_degree {self.pipeline} × tensor_parallel_degree {self.tensor} = {model}"
         if model > self.world_size:
             raise ConfigError(
                 f"one replica needs {model} processes ({made_of}), but the job has {self.world_size} "
-                f"(processes_per_host × instance_count); lower a degree or start at least {model} processes"
+                f"(processes_per_host × instance_count); lower a degree or start at least {model} processes",
+                code="SMP102",
             )
         if self.world_size % model:
             raise ConfigError(
                 f"{self.world_size} processes (processes_per_host × instance_count) cannot be divided into replicas of "
                 f"{model} processes ({made_of}); use {self.world_size // model * model} processes or degrees whose "
-                f"product divides {self.world_size}"
+                f"product divides {self.world_size}",
+                code="SMP102",
             )
         rdp = self.world_size // model
         if rdp % self.sharded:
             fitting = [d for d in range(1, rdp + 1) if rdp % d == 0]
             raise ConfigError(
                 f"sharded_data_parallel_degree is {self.sharded}, but there are {rdp} data parallel ranks "
-                f"to shard over ({self.world_size} processes ÷ {made_of}); use one of {', '.join(map(str, fitting))}"
+                f"to shard over ({self.world_size} processes ÷ {made_of}); use one of {', '.join(map(str, fitting))}",
+                code="SMP102",
             )
         if rdp % (self.sharded * self.expert):
             fitting = [d for d in range(1, rdp // self.sharded + 1) if rdp // self.sharded % d == 0]
             raise ConfigError(
                 f"expert_parallel_degree is {self.expert}, and {rdp} data parallel ranks cannot be divided by it times the "
-                f"{self.sharded} that share one copy of the state; use one of {', '.join(map(str, fitting))}"
+                f"{self.sharded} that share one copy of the state; use one of {', '.join(map(str, fitting))}",
+                code="SMP102",
             )
         if rdp % self.context:
             fitting = [d for d in range(1, rdp + 1) if rdp % d == 0]
             raise ConfigError(
-                f"context_parallel_degree is {self.context}, but {rdp} replicas of the model ({self.world_size} processes ÷ {made_of}) "
-                f"cannot be divided into groups that share sequences out; use one of {', '.join(map(str, fitting))}"
+                f"context_parallel_degree is {self.context}, but {rdp} replicas of the model "
+                f"({self.world_size} processes ÷ {made_of}) cannot be divided into groups that share "
+                f"sequences out; use one of {', '.join(map(str, fitting))}",
+                code="SMP102",
             )
         object.__setattr__(self, "_sizes", {"P": self.pipeline, "T": self.tensor, "D": rdp})
 
@@ -151,7 +160,9 @@ class Topology:
     def coordinates(self, rank: int) -> Coordinates:
         """Return the position of a global rank on the three axes."""
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank {rank} does not exist: the job has ranks 0 to {self.world_size - 1}")
+            raise ConfigError(
+                f"rank {rank} does not exist: the job has ranks 0 to {self.world_size - 1}", code="SMP102"
+            )
         found = {}
         rest = rank
         for letter in reversed(self.placement):

@@ -15,9 +15,13 @@ _ADVICE = (
 class NeedsGpuError(Coded, RuntimeError):
     """A call that only a GPU can answer."""
 
+    code = "SMP601"
+
 
 class CudaCallError(Coded, RuntimeError):
     """A call that cannot be on a GPU either, or not on several emulated ones."""
+
+    code = "SMP603"
 
 
 def refuse(name: str, why: str, instead: str = "") -> NoReturn:

@@ -70,7 +70,8 @@ class JobAccelerator(Accelerator):
             if self.mixed_precision not in ("no", half):
                 raise SMPUserError(
                     f'the job trains in {half}, but Accelerator(mixed_precision="{self.mixed_precision}") asks for another type; '
-                    f'leave mixed_precision out, or "{half}": True in the parameters'
+                    f'leave mixed_precision out, or "{half}": True in the parameters',
+                    code="SMP312",
                 )
             self.native_amp, self.scaler = False, None  # weights and activations are half precision already
         elif self.scaler is not None:
@@ -84,7 +85,8 @@ class JobAccelerator(Accelerator):
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise SMPUserError(
                 "Accelerator was told to compile models, and would compile around smp.DistributedModel, which runs the passes of "
-                "other ranks too; leave dynamo_backend out, and call model.module.compile() after prepare"
+                "other ranks too; leave dynamo_backend out, and call model.module.compile() after prepare",
+                code="SMP312",
             )
 
     # -- preparation -----------------------------------------------------------------------------------------------
@@ -156,7 +158,8 @@ class JobAccelerator(Accelerator):
         if isinstance(model, DistributedModel):
             raise SMPUserError(
                 "accelerator.trigger_sync_in_backward got a model of smp.DistributedModel, whose passes under no_sync were begun "
-                "without reduction; leave the last forward pass outside accelerator.no_sync instead"
+                "without reduction; leave the last forward pass outside accelerator.no_sync instead",
+                code="SMP312",
             )
         yield
 
@@ -315,7 +318,8 @@ class JobAccelerator(Accelerator):
         if len(models) != 1 or len(optimizers) > 1:
             raise SMPUserError(
                 f"accelerator.{what} saves and loads one model with one optimizer, but {len(models)} trained models and "
-                f"{len(optimizers)} optimizers were prepared; save each model by smp.save_checkpoint(model=…, optimizer=…)"
+                f"{len(optimizers)} optimizers were prepared; save each model by smp.save_checkpoint(model=…, optimizer=…)",
+                code="SMP312",
             )
         return models[0], optimizers[0] if optimizers else None
 
@@ -363,7 +367,8 @@ def _refuse_other_ways(given: dict[str, Any]) -> None:
             asked = f"Accelerator({name}=…)" if not from_environment else f"{variable}=true"
             raise SMPUserError(
                 f"{asked} asks Accelerate to divide the model, but this job divides it by its own parameters; leave it out, and "
-                "set tensor_parallel_degree, pipeline_parallel_degree or sharded_data_parallel_degree"
+                "set tensor_parallel_degree, pipeline_parallel_degree or sharded_data_parallel_degree",
+                code="SMP312",
             )
 
 

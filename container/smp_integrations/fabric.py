@@ -51,7 +51,8 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             if precision.scaler is not None and self._job.ranks.size(Group.PP) > 1:
                 raise SMPUserError(
                     f'Fabric(precision="{precision.precision}") scales losses outside smp.step, but with pipeline parallelism they '
-                    'exist inside it only; leave precision out, and set "fp16": True in the parameters'
+                    'exist inside it only; leave precision out, and set "fp16": True in the parameters',
+                    code="SMP312",
                 )
             if precision.scaler is not None:
                 precision.scaler = GradScaler()
@@ -104,7 +105,8 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         if error_if_nonfinite and not math.isfinite(norm) and not optimizer.overflow:
             raise SMPOperationError(
                 f"the gradient's norm of order {norm_type} is {norm}, so it cannot be clipped; pass error_if_nonfinite=False to "
-                "scale by it all the same"
+                "scale by it all the same",
+                code="SMP312",
             )
         return torch.tensor(norm)
 

@@ -90,7 +90,8 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             raise SMPUserError(
                 f"{type(module).__name__} optimizes by itself (automatic_optimization=False), but with pipeline parallelism or "
                 f"microbatches the strategy runs backward for each of {self._job.ranks.cfg.microbatches} microbatches; leave it "
-                "True, or write the loop with smp.step"
+                "True, or write the loop with smp.step",
+                code="SMP312",
             )
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = GradScaler()
@@ -180,7 +181,8 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             if not isinstance(value, torch.Tensor | int | float):
                 raise SMPUserError(
                     f"self.log({name!r}, …) got {kind_of(value)}, but with pipeline parallelism or microbatches numbers "
-                    "and tensors are averaged over the microbatches; log metric.compute() after the epoch"
+                    "and tensors are averaged over the microbatches; log metric.compute() after the epoch",
+                    code="SMP312",
                 )
             how.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
             text = json.dumps(

@@ -37,5 +37,6 @@ def refuse_divided(loader: Any) -> None:
         raise SMPUserError(
             f"the loader that Accelerate was given to prepare reads a smp.data.{type(source).__name__}, which has divided the "
             "samples among the ranks already: Accelerate would divide them once more; use the smp.data.DataLoader as it is, or "
-            "prepare one of PyTorch's without this sampler"
+            "prepare one of PyTorch's without this sampler",
+            code="SMP312",
         )

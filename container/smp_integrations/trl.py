@@ -133,7 +133,8 @@ def _wrap_with_reference(former: Callable[..., Any], trainer: Any, model: Any, *
     if getattr(trainer.args, "sync_ref_model", False):
         raise SMPUserError(
             "sync_ref_model is true, but each rank has only parts of the model and of its reference, which do not lie alike; "
-            "set sync_ref_model to false, or train with data parallelism only"
+            "set sync_ref_model to false, or train with data parallelism only",
+            code="SMP312",
         )
     add_reference(model, reference)
     return former(model, *args, **kwargs)

@@ -15,6 +15,8 @@ class LaunchError(Coded, RuntimeError):
 class Stopped(Coded, RuntimeError):
     """A request to stop came before the first rank ran, ``by`` the signal of this name."""
 
+    code = "SMP204"
+
     def __init__(self, by: str) -> None:
         super().__init__(f"the job was stopped by {by} before its ranks had started")
         self.by = by

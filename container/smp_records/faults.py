@@ -71,24 +71,30 @@ def parse(text: str) -> list[Fault]:
 def _one(words: str) -> Fault:
     kind, _, rest = words.partition("@")
     if kind not in KINDS:
-        raise ConfigError(f"{VARIABLE}: {words!r} is of no kind among {', '.join(KINDS)}; write it like {_EXAMPLE}")
+        raise ConfigError(
+            f"{VARIABLE}: {words!r} is of no kind among {', '.join(KINDS)}; write it like {_EXAMPLE}", code="SMP106"
+        )
     fault = Fault(kind)
     for pair in filter(None, (part.strip() for part in rest.split(","))):
         name, _, value = pair.partition("=")
         if name == "phase":
             if value not in _PHASES:
-                raise ConfigError(f"{VARIABLE}: {pair!r} of {words!r} is no phase; use {', '.join(_PHASES)}")
+                raise ConfigError(
+                    f"{VARIABLE}: {pair!r} of {words!r} is no phase; use {', '.join(_PHASES)}", code="SMP106"
+                )
             fault.phase = rank_record.BETWEEN if value == "between" else value
             continue
         if name not in _NUMBERS:
             raise ConfigError(
-                f"{VARIABLE}: {pair!r} of {words!r} is nothing that a fault has; use phase, {', '.join(_NUMBERS)}, as in {_EXAMPLE}"
+                f"{VARIABLE}: {pair!r} of {words!r} is nothing that a fault has; use phase, {', '.join(_NUMBERS)}, "
+                f"as in {_EXAMPLE}",
+                code="SMP106",
             )
         try:
             number = _NUMBERS[name](value)
         except ValueError:
             number = -1
         if not 0 <= number < float("inf"):
-            raise ConfigError(f"{VARIABLE}: {pair!r} of {words!r} needs a number from 0")
+            raise ConfigError(f"{VARIABLE}: {pair!r} of {words!r} needs a number from 0", code="SMP106")
         setattr(fault, "size" if name == "bytes" else name, number)
     return fault

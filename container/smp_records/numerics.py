@@ -142,7 +142,7 @@ def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, com
         return made(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{name} is {show_value(text)} ({error}); {command} sets it for its own runs: unset it"
+            f"{name} is {show_value(text)} ({error}); {command} sets it for its own runs: unset it", code="SMP119"
         ) from None
 
 
@@ -211,7 +211,8 @@ class Start:
             raise ConfigError(
                 f"the first line of rank {head.rank} says {show_value(head.start)} of how its script was started, which is no "
                 "command: "
-                "record the run again"
+                "record the run again",
+                code="SMP119",
             )
         return made
 
@@ -310,7 +311,8 @@ class Guards:
                     f"{GUARDS_VARIABLE} is {show_value(text)}, of which {show_value(word)} is unknown; it says what is "
                     "checked before each "
                     "update: write finite, spike=10 (times the median, more than 1) and replicas=100 (updates between two "
-                    f"comparisons, 1 to {MOST_EVERY:,}), joined by commas"
+                    f"comparisons, 1 to {MOST_EVERY:,}), joined by commas",
+                    code="SMP119",
                 )
         return cls(finite, spike, replicas)
 
@@ -335,7 +337,8 @@ def every_steps(environ: Mapping[str, str]) -> int:
         raise ConfigError(
             f"{EVERY_VARIABLE} is {show_value(text)}; it says how many updates lie between two recorded steps: set a whole "
             "number from "
-            f"1 to {MOST_EVERY:,}"
+            f"1 to {MOST_EVERY:,}",
+            code="SMP119",
         )
     return count
 
@@ -402,11 +405,13 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:
                 raise
             raise ConfigError(
                 f"{name} is no record of numerics: line {number} holds {show_value(line[:60])} ({type(error).__name__}: "
-                f"{str(error)[:200]}); name a folder that a job with {VARIABLE} has written"
+                f"{str(error)[:200]}); name a folder that a job with {VARIABLE} has written",
+                code="SMP119",
             ) from None
     if head is None:
         raise ConfigError(
-            f"{name} has no first line that says which rank wrote it; name a folder of a job with {VARIABLE}"
+            f"{name} has no first line that says which rank wrote it; name a folder of a job with {VARIABLE}",
+            code="SMP119",
         )
     return head, moments
 
@@ -423,7 +428,8 @@ def _head(content: Mapping[str, Any], name: str) -> Head:
         raise ConfigError(
             f"{name} has version {show_value(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read it "
             "with the "
-            "release that has written it"
+            "release that has written it",
+            code="SMP119",
         )
     numbers = (head.rank, head.world, head.microbatches, head.owners, *head.degrees.values(), *head.place.values())
     if not all(_is_count(number, MOST_RANKS) for number in numbers) or not head.rank < head.world:

@@ -95,7 +95,8 @@ def read_facts(folder: Path) -> list[PlainFacts]:
     if not found:
         raise ConfigError(
             f"{folder} holds no {FACTS_PREFIX}*{FACTS_SUFFIX}: the ranks ended before they wrote what they recorded; read the log "
-            "beside the folder"
+            "beside the folder",
+            code="SMP119",
         )
     return found
 
@@ -108,5 +109,6 @@ def _read(path: Path) -> PlainFacts:
         return PlainFacts(**{**content, "parameters": parameters, "loaders": loaders})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no record of a rank of verify --plain ({type(error).__name__}: {str(error)[:200]}); run the command again"
+            f"{path} is no record of a rank of verify --plain ({type(error).__name__}: {str(error)[:200]}); run the command again",
+            code="SMP119",
         ) from None

@@ -88,7 +88,8 @@ def _refusal(text: str, what: str) -> ConfigError:
     return ConfigError(
         f"{VARIABLE} is {show_value(text)}, and {what}; it says which steps PyTorch's profiler records: write steps=10-12, "
         "and behind "
-        "a comma each memory, shapes, stacks or ranks=0/3"
+        "a comma each memory, shapes, stacks or ranks=0/3",
+        code="SMP122",
     )
 
 

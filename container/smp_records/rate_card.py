@@ -160,13 +160,15 @@ class RateCard(BaseModel):
             raise ConfigError(
                 f"instance_type {show_value(instance_type)} is not in the catalogue of GPU instances, so its rates are "
                 "unknown; use one "
-                "of smp_estimator.planning.instances(), or write a rate card of your own"
+                "of smp_estimator.planning.instances(), or write a rate card of your own",
+                code="SMP110",
             )
         facts, memory = known.gpu_facts, known.memory_gb_per_s
         if memory is None or facts.fp32_tflops is None:
             raise ConfigError(
                 f"no peak of the {known.gpu} of {known.name} is published ({facts.source}), so no time can be computed; use "
-                "another instance type, or write a rate card of your own"
+                "another instance type, or write a rate card of your own",
+                code="SMP110",
             )
         processes = processes_per_host or known.gpus
         network = None
@@ -216,12 +218,14 @@ class RateCard(BaseModel):
             known = suggest(str(first["loc"][-1]), cls.model_fields) if first["type"] == "extra_forbidden" else ""
             raise ConfigError(
                 f"{where} is no rate card: {first['msg']}{f' at {place}' if place else ''}{known}; rates are in bytes, operations "
-                "and seconds, each more than 0: mend it, or leave it out for the rates of the instance"
+                "and seconds, each more than 0: mend it, or leave it out for the rates of the instance",
+                code="SMP110",
             ) from None
         if found.version > FORMAT_VERSION:
             raise ConfigError(
                 f"{where} has format {found.version}, this package reads up to {FORMAT_VERSION}; a newer version wrote it: read it "
-                "with that one (pip install --upgrade smp-estimator)"
+                "with that one (pip install --upgrade smp-estimator)",
+                code="SMP110",
             )
         return found
 
@@ -260,7 +264,8 @@ class RateCard(BaseModel):
             raise ConfigError(
                 f"the collective is {show_value(kind)}{suggest(str(kind), COLLECTIVE_KINDS)}; its time is computed by its "
                 "kind: use one "
-                f"of {', '.join(COLLECTIVE_KINDS)}"
+                f"of {', '.join(COLLECTIVE_KINDS)}",
+                code="SMP110",
             )
         if ranks < 2:
             return 0.0
@@ -325,7 +330,8 @@ class RateCard(BaseModel):
         except OSError as error:
             raise ConfigError(
                 f"{place} cannot be read: {error.strerror or error}; measured durations come from the timeline of a rank: name a "
-                f"{FILE_PREFIX}0{FILE_SUFFIX}, or the folder that holds it"
+                f"{FILE_PREFIX}0{FILE_SUFFIX}, or the folder that holds it",
+                code="SMP110",
             ) from None
         return self.with_timelines(ranks, str(place))
 
@@ -342,7 +348,8 @@ class RateCard(BaseModel):
         if not found:
             raise ConfigError(
                 f"{where} holds no training step that ended ({len(ranks)} files of ranks); measured durations are those of steps "
-                f"with a backward pass: record some with {TIMELINE_VARIABLE}=10, and name the job's timelines"
+                f"with a backward pass: record some with {TIMELINE_VARIABLE}=10, and name the job's timelines",
+                code="SMP110",
             )
         return self.model_copy(update={"measured": found, "sources": (*self.sources, f"durations: {Path(where).name}")})
 
@@ -375,7 +382,8 @@ class RateCard(BaseModel):
             where = "inside a host" if inside else "between hosts"
             raise ConfigError(
                 f"the rate card of {self.name} has no link {where}, and ranks there exchange bytes; none is published for the "
-                f"instance, or the card is of one GPU: give {'inside' if inside else 'between'} with bytes_per_second and latency"
+                f"instance, or the card is of one GPU: give {'inside' if inside else 'between'} with bytes_per_second and latency",
+                code="SMP110",
             )
         return link
 

@@ -59,19 +59,22 @@ def input_shapes(given: Mapping[str, str]) -> list[InputShape]:
             raise ConfigError(
                 f"the input shape {name!r} is {show_value(text)}; sizes are whole numbers from 1, or -1 for the loader's "
                 "batch size, "
-                f"and a type may follow: {name}=-1,1024:int64"
+                f"and a type may follow: {name}=-1,1024:int64",
+                code="SMP120",
             )
         if (dtype or "float32") not in _DTYPES:
             raise ConfigError(
                 f"the input shape {name!r} has the type {show_value(dtype)}; it is one of {', '.join(_DTYPES)}: write "
-                f"{name}={sizes}:int64"
+                f"{name}={sizes}:int64",
+                code="SMP120",
             )
         found.append(InputShape(name=name, shape=tuple(axes), dtype=dtype or "float32"))
     numbered = [one.name for one in found if one.name.isdecimal()]
     if numbered and len(numbered) < len(found):
         raise ConfigError(
             f"input shapes have names and numbers: {', '.join(given)}; a batch is a dictionary, whose tensors have names, or a "
-            "list, whose tensors are numbered from 0: use one of the two"
+            "list, whose tensors are numbered from 0: use one of the two",
+            code="SMP120",
         )
     return found
 
@@ -301,4 +304,4 @@ def read_request(path: Path) -> RehearsalRequest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         said = f"{first['msg']} at {'.'.join(map(str, first['loc']))}"
-    raise ConfigError(f"{path} is no request of a rehearsal: {said}; smp-estimator rehearse writes one")
+    raise ConfigError(f"{path} is no request of a rehearsal: {said}; smp-estimator rehearse writes one", code="SMP120")

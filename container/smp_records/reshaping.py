@@ -28,7 +28,8 @@ def takes_requests(environ: Mapping[str, str]) -> bool:
     value = environ.get(VARIABLE, "0") or "0"
     if value not in ("0", "1"):
         raise ConfigError(
-            f"{VARIABLE} is {value!r}; set it to 1 for a job whose degrees may be changed while it runs, or to 0"
+            f"{VARIABLE} is {value!r}; set it to 1 for a job whose degrees may be changed while it runs, or to 0",
+            code="SMP106",
         )
     return value == "1"
 
@@ -46,7 +47,8 @@ def ask(folder: Path, parameters: Mapping[str, Any]) -> None:
         os.link(draft, folder / _REQUEST)  # never in the place of another
     except FileExistsError:
         raise ConfigError(
-            "the job was asked to change its degrees already, and has not done it yet: wait for its next step"
+            "the job was asked to change its degrees already, and has not done it yet: wait for its next step",
+            code="SMP106",
         ) from None
     finally:
         draft.unlink()

@@ -105,12 +105,14 @@ def parse_timeline(text: str | bytes, where: str) -> RankTimeline:
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(
             f"{where} is no timeline of a rank: {first['msg']}{f' at {place}' if place else ''}; it has {len(text)} characters "
-            "and may have been cut or edited: fetch it again, or take it out of the folder to read the others"
+            "and may have been cut or edited: fetch it again, or take it out of the folder to read the others",
+            code="SMP106",
         ) from None
     if found.version > FORMAT_VERSION:
         raise ConfigError(
             f"{where} has format {found.version}, this package reads up to {FORMAT_VERSION}; the job ran a newer version: "
-            "read it with that one (pip install --upgrade smp-estimator)"
+            "read it with that one (pip install --upgrade smp-estimator)",
+            code="SMP106",
         )
     return found
 
@@ -128,6 +130,7 @@ def steps_to_keep(environ: Mapping[str, str]) -> int:
         raise ConfigError(
             f"{TIMELINE_VARIABLE} is {show_value(text)}; it counts the steps of which every rank keeps its timeline: set it "
             "to a whole "
-            "number such as 10, or to 0 to record nothing"
+            "number such as 10, or to 0 to record nothing",
+            code="SMP106",
         )
     return int(text)

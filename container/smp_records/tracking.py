@@ -41,7 +41,8 @@ def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
             raise ConfigError(
                 f"{LOGGERS_VARIABLE} is {show_value(text)}, of which {show_value(name)} is no "
                 f"tracker{suggest(name, PACKAGES)}; write some "
-                f"of {', '.join(PACKAGES)}, joined by commas"
+                f"of {', '.join(PACKAGES)}, joined by commas",
+                code="SMP122",
             )
     return names
 
@@ -57,7 +58,8 @@ def require_packages(names: Iterable[str], is_there: Callable[[str], bool] | Non
     if missing:
         raise ConfigError(
             f"{LOGGERS_VARIABLE} names {', '.join(missing)}, which this Python cannot import; install it before the job starts: "
-            f"pip install {' '.join(missing)} (in the cloud, a line each in requirements.txt), or name other trackers"
+            f"pip install {' '.join(missing)} (in the cloud, a line each in requirements.txt), or name other trackers",
+            code="SMP122",
         )
 
 
@@ -80,7 +82,8 @@ def log_every(environ: Mapping[str, str]) -> int:
         raise ConfigError(
             f"{EVERY_VARIABLE} is {show_value(text)}; it is the number of updates from one point of a tracker to the next: "
             "set a whole "
-            f"number from 1 to {MOST_EVERY:,}"
+            f"number from 1 to {MOST_EVERY:,}",
+            code="SMP122",
         )
     return count
 
@@ -115,7 +118,8 @@ def _positive(environ: Mapping[str, str], name: str, what: str, most: float) -> 
         value = 0.0
     if not 0 < value <= most:
         raise ConfigError(
-            f"{name} is {show_value(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}"
+            f"{name} is {show_value(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}",
+            code="SMP122",
         )
     return value
 

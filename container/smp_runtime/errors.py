@@ -48,6 +48,8 @@ class SMPRuntimeError(SMPError, RuntimeError):
         True
     """
 
+    code = "SMP505"
+
 
 class SMPOperationError(SMPError, RuntimeError):
     """An operation that these values do not allow, for which PyTorch raises ``RuntimeError``, too."""
@@ -64,6 +66,8 @@ class SMPTypeError(SMPError, TypeError):
 class NotInitializedError(SMPRuntimeError):
     """A function that needs :func:`smp.init` was called before it."""
 
+    code = "SMP301"
+
 
 class DeadlineError(SMPRuntimeError):
     """A wait for another rank outlasted its deadline.
@@ -71,6 +75,8 @@ class DeadlineError(SMPRuntimeError):
     Attributes:
         accused: the ranks that did not come, if known.
     """
+
+    code = "SMP501"
 
     accused: tuple[int, ...] = ()
 
@@ -82,6 +88,8 @@ class RankLeftError(SMPRuntimeError):
         accused: the ranks that caused it, if known; an error of one of them is the cause.
     """
 
+    code = "SMP502"
+
     accused: tuple[int, ...] = ()
 
 
@@ -92,11 +100,15 @@ class ConnectionLostError(SMPRuntimeError):
         accused: those ranks; empty if it is unknown to which ranks the connection led.
     """
 
+    code = "SMP503"
+
     accused: tuple[int, ...] = ()
 
 
 class NumericsError(SMPRuntimeError):
     """A number that training must not go on from: not finite, far beyond the usual, or not the same on all replicas."""
+
+    code = "SMP508"
 
 
 class CheckpointError(SMPRuntimeError):
@@ -109,3 +121,5 @@ class CheckpointError(SMPRuntimeError):
         ...     print("begins anew")
         begins anew
     """
+
+    code = "SMP401"

@@ -39,10 +39,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         SMPUserError: no module, or a number that is not positive.
     """
     if not isinstance(model, nn.Module):
-        raise SMPUserError(f"clip_grad_norm_ got {kind_of(model)}; pass the model that FSDP has wrapped")
+        raise SMPUserError(f"clip_grad_norm_ got {kind_of(model)}; pass the model that FSDP has wrapped", code="SMP303")
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not float(value) > 0:
-            raise SMPUserError(f"clip_grad_norm_ got {name}={value}; pass a positive number")
+            raise SMPUserError(f"clip_grad_norm_ got {name}={value}; pass a positive number", code="SMP303")
     split, experts = find_slices(model), find_own_parameters(model)
     gradients: dict[_Spread, list[torch.Tensor]] = {}
     for parameter, group in _list_parameters(model):

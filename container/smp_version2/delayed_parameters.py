@@ -47,7 +47,8 @@ class DelayedParamIniter:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise SMPUserError(
-                f"DelayedParamIniter got {kind_of(model)}; pass the model, an nn.Module on the meta device"
+                f"DelayedParamIniter got {kind_of(model)}; pass the model, an nn.Module on the meta device",
+                code="SMP303",
             )
         self._model, self._initialize, self._verbose = model, init_method_using_config, verbose
         self._names = {module: name for name, module in model.named_modules()}
@@ -127,7 +128,8 @@ class DelayedParamIniter:
         if reset is None and owner is None:
             raise SMPUserError(
                 f"{name} ({type(module).__name__}) has parameters on the meta device, and neither it nor the model can initialize "
-                "them (reset_parameters, _init_weights): pass init_method_using_config to DelayedParamIniter"
+                "them (reset_parameters, _init_weights): pass init_method_using_config to DelayedParamIniter",
+                code="SMP303",
             )
         if reset is not None:
             reset()
@@ -150,7 +152,8 @@ class DelayedParamIniter:
         if compute is None or not set(late) <= {"inv_freq", "original_inv_freq"}:
             raise SMPUserError(
                 f"the buffers {', '.join(late)} of {name} are on the meta device, and only {type(module).__name__} knows their "
-                "values: create the model under accelerate's init_empty_weights(), which leaves buffers alone"
+                "values: create the model under accelerate's init_empty_weights(), which leaves buffers alone",
+                code="SMP303",
             )
         values, _ = compute(module.config, device)
         for key in late:

@@ -52,12 +52,14 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     if session.is_initialized():
         raise SMPUserError(
             "smp.init() has been called in this process, and a process trains with one version of the library: call smp.shutdown() "
-            "before tsm.init(), or remove one of the two"
+            "before tsm.init(), or remove one of the two",
+            code="SMP303",
         )
     if REHEARSAL_VARIABLE in os.environ:
         raise SMPUserError(
             "tsm.init() was called in a rehearsal, and a rehearsal is for scripts of version 1 of the library: run a few steps of "
-            "this script as processes of this machine instead, with smp-estimator run or instance_type='local'"
+            "this script as processes of this machine instead, with smp-estimator run or instance_type='local'",
+            code="SMP303",
         )
     parameters = _read(config)
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -101,7 +103,8 @@ def _read(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Version2
         given = Version2Parameters.from_file(Path(config)).model_dump(exclude_unset=True)
     else:
         raise SMPUserError(
-            f"tsm.init() got {config!r}, {kind_of(config)}; pass the path of a JSON file or a dictionary of parameters, or nothing"
+            f"tsm.init() got {config!r}, {kind_of(config)}; pass the path of a JSON file or a dictionary of parameters, or nothing",
+            code="SMP303",
         )
     carried = os.environ.get(PARAMETERS_VARIABLE)
     given |= json.loads(carried) if carried else {}

@@ -101,7 +101,8 @@ def _require_original_parameters(given: dict[str, Any]) -> None:
     if not given.get("use_orig_params") and find_slices(given["module"]):
         raise SMPUserError(
             "FullyShardedDataParallel got use_orig_params=False, and tensor parallelism has split parameters of this model; "
-            "FSDP would join these with whole ones, which count differently in norms and checkpoints: pass use_orig_params=True"
+            "FSDP would join these with whole ones, which count differently in norms and checkpoints: pass use_orig_params=True",
+            code="SMP303",
         )
 
 

@@ -61,9 +61,9 @@ def transform(
         NotInitializedError: before ``tsm.init``.
     """
     if not isinstance(model, nn.Module):
-        raise SMPUserError(f"tsm.transform got {kind_of(model)}; pass the model, an nn.Module")
+        raise SMPUserError(f"tsm.transform got {kind_of(model)}; pass the model, an nn.Module", code="SMP303")
     if cp_comm_type not in CP_COMM_TYPES:
-        raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}")
+        raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}", code="SMP303")
     ranks = state.joined
     _check_config(config)
     for kind in (Group.TP, Group.EP) if load_state_dict_from_rank0 else ():
@@ -88,12 +88,14 @@ def _check_config(config: Any) -> None:
         return
     if not isinstance(config, MoEConfig):
         raise SMPUserError(
-            f"tsm.transform got config={kind_of(config)}; pass a MoEConfig of torch.sagemaker.moe.moe_config"
+            f"tsm.transform got config={kind_of(config)}; pass a MoEConfig of torch.sagemaker.moe.moe_config",
+            code="SMP303",
         )
     if state.tp_size > 1 and config.smp_moe:
         raise SMPUserError(
             f"tsm.transform got a MoEConfig, and tensor_parallel_degree is {state.tp_size}: routers balance without tensor "
-            "parallelism only; leave config out, or set tensor_parallel_degree to 1"
+            "parallelism only; leave config out, or set tensor_parallel_degree to 1",
+            code="SMP303",
         )
 
 

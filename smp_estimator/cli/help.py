@@ -47,7 +47,8 @@ def _found(code: str) -> Code:
     if found is None:
         raise ConfigError(
             f"CODE is {code!r}, which no error has{suggest(name, catalogue())}; `smp-estimator explain` alone lists the "
-            f"{len(catalogue())} codes there are"
+            f"{len(catalogue())} codes there are",
+            code="SMP108",
         )
     return found
 

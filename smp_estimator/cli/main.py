@@ -111,7 +111,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     """
     found = _literal(file.read(), str(getattr(file, "name", "FILE")))
     if not isinstance(found, dict):
-        raise ConfigError(f"the file holds {kind_of(found)}; a distribution is a dictionary")
+        raise ConfigError(f"the file holds {kind_of(found)}; a distribution is a dictionary", code="SMP108")
     distribution, said_type, said_count = _parted(found)
     kind = instance_type or said_type or "ml.p4d.24xlarge"
     hosts = instance_count or said_count or 1
@@ -154,19 +154,22 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
     if not isinstance(kind, str | None):
         raise ConfigError(
             f"instance_type is {kind!r}, {kind_of(kind)}; it names one type of instance: write "
-            '"instance_type": "ml.p4d.24xlarge"'
+            '"instance_type": "ml.p4d.24xlarge"',
+            code="SMP108",
         )
     if hosts is not None and (isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1):
         raise ConfigError(
             f"instance_count is {hosts!r}, {kind_of(hosts)}; it is a number of instances: write "
-            '"instance_count": 1 or more, without quotes'
+            '"instance_count": 1 or more, without quotes',
+            code="SMP108",
         )
     rest = {name: value for name, value in found.items() if name not in ("instance_type", "instance_count")}
     distribution = rest.get("distribution", rest)
     if not isinstance(distribution, dict):
         raise ConfigError(
             f"distribution is {distribution!r}; strategies are read from its keys: write a dictionary such as "
-            '{"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": {"enabled": true, "processes_per_host": 8}}'
+            '{"smdistributed": {"modelparallel": {"enabled": true}}, "mpi": {"enabled": true, "processes_per_host": 8}}',
+            code="SMP108",
         )
     return distribution, kind, hosts
 
@@ -264,7 +267,8 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
             out.print(f"picture: {escape(str(save_picture(step, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist"
+            f"{error.filename} cannot be written: {error.strerror}; --trace and --picture name files in folders that exist",
+            code="SMP108",
         ) from None
 
 

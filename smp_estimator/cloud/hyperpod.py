@@ -82,23 +82,29 @@ class HyperPodJob:
             if name is not None and not _NAME.fullmatch(name):
                 raise ConfigError(
                     f"{what} is {name!r}; Kubernetes takes up to 63 lower-case letters, digits and hyphens, with a letter or digit "
-                    "at both ends"
+                    "at both ends",
+                    code="SMP108",
                 )
         for claim, path in self.volumes.items():
             if not path.startswith("/"):
-                raise ConfigError(f"volume {claim} is mounted at {path!r}; write an absolute path: {claim}=/data")
+                raise ConfigError(
+                    f"volume {claim} is mounted at {path!r}; write an absolute path: {claim}=/data", code="SMP108"
+                )
         if _SHARED_MEMORY in self.volumes:
             raise ConfigError(
-                f"volume {_SHARED_MEMORY} is the name of the pods' shared memory: give the claim another name"
+                f"volume {_SHARED_MEMORY} is the name of the pods' shared memory: give the claim another name",
+                code="SMP108",
             )
         if RECORDS_VARIABLE in self.environment:
             raise ConfigError(
-                f"environment sets {RECORDS_VARIABLE}, whose lines the operator looks for: leave it out, or change hang_seconds"
+                f"environment sets {RECORDS_VARIABLE}, whose lines the operator looks for: leave it out, or change hang_seconds",
+                code="SMP108",
             )
         known = instance(self.instance_type) if self.instance_type else None
         if known is not None and self.processes > max(1, known.gpus):
             raise ConfigError(
-                f"processes is {self.processes}, but {self.instance_type} has {known.gpus} GPUs: use at most one process for each"
+                f"processes is {self.processes}, but {self.instance_type} has {known.gpus} GPUs: use at most one process for each",
+                code="SMP108",
             )
         of_2 = choose_version(self.parameters, self.script).is_2  # the script may be on this machine, too
         kind = Version2Parameters.from_parameters if of_2 else ModelParallelParameters.from_mp_parameters

@@ -248,7 +248,8 @@ def _chosen_huggingface(
     if not by_torch:
         raise ConfigError(
             f"this version of the SDK has no Hugging Face training image with PyTorch {_text(floor)} or newer, which the job "
-            "needs; install a newer sagemaker, or give image_uri"
+            "needs; install a newer sagemaker, or give image_uri",
+            code="SMP112",
         )
     full = aliases.get(transformers_version or "", transformers_version)
     if full is not None:
@@ -267,7 +268,8 @@ def _chosen_huggingface(
             raise ConfigError(
                 f"transformers_version is {transformers_version}, and the SDK has no training image of it with PyTorch "
                 f"{pytorch_version or _text(floor) + ' or newer'}, which the runtime needs; set transformers_version to "
-                f"{_nearest(transformers_version or '', offered)!r}, or give image_uri"
+                f"{_nearest(transformers_version or '', offered)!r}, or give image_uri",
+                code="SMP112",
             )
         pairs = [pair for pair in pairs if pair[1] == full]
     else:
@@ -307,7 +309,8 @@ def check_torch(
     raise ConfigError(
         f"{name} is {version}, but {what} needs PyTorch {_text(floor)} or newer (it is shipped with the code and uses the "
         f"image's PyTorch); set {ask[min(ask, key=version_numbers)]}, the nearest that there is an image of, or "
-        f"{ask[max(ask, key=version_numbers)]}, the newest"
+        f"{ask[max(ask, key=version_numbers)]}, the newest",
+        code="SMP112",
     )
 
 
@@ -332,7 +335,8 @@ def _require(
     ask = together or {other: f"{name}={other!r}" for other in usable}
     raise ConfigError(
         f"{name} is {version}, and no training image of it is known to this version of the SDK, nor to this package; known are "
-        f"{', '.join(usable)}: set {ask[_nearest(version, usable)]}, or give image_uri"
+        f"{', '.join(usable)}: set {ask[_nearest(version, usable)]}, or give image_uri",
+        code="SMP112",
     )
 
 
@@ -361,7 +365,8 @@ def _python(given: str | None, pythons: Sequence[str], what: str) -> str:
     if given not in pythons:
         raise ConfigError(
             f"py_version is {given}, but the image of {what} has {' and '.join(pythons)}; set py_version to "
-            f"{pythons[-1]!r}, or leave it out"
+            f"{pythons[-1]!r}, or leave it out",
+            code="SMP112",
         )
     return given
 

@@ -118,7 +118,8 @@ def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
     example = f", or name a newer one, such as {newer.name}" if newer is not None else ""
     raise ConfigError(
         f"image_uri is {image_uri}, a stock image with PyTorch {version[0]}, but {what} needs PyTorch {oldest} or newer (it is "
-        f"shipped with the code and uses the image's PyTorch); leave image_uri out{example}"
+        f"shipped with the code and uses the image's PyTorch); leave image_uri out{example}",
+        code="SMP112",
     )
 
 

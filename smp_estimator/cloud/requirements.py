@@ -90,7 +90,8 @@ def _check_torch(file: Path, line: str, theirs: Requirement, image: TrainingImag
     has = f"has PyTorch {image.torch}" if image is not None else f"must have PyTorch {_FLOOR} or newer"
     raise ConfigError(
         f"{file.name} has {line!r}, and the image {has}; pip would put another build in its place, which lacks the image's "
-        "CUDA and network libraries, or fail: remove the line, or choose an image with that version"
+        "CUDA and network libraries, or fail: remove the line, or choose an image with that version",
+        code="SMP112",
     )
 
 
@@ -101,7 +102,8 @@ def _check_numpy(file: Path, line: str, theirs: Requirement, image: TrainingImag
     if not _agree(Requirement(f"numpy>={oldest}"), theirs):
         raise ConfigError(
             f"{file.name} has {line!r}, and NumPy before {oldest} has no wheel for the image's Python, so pip would compile it "
-            f"in the job and fail: allow numpy>={oldest}"
+            f"in the job and fail: allow numpy>={oldest}",
+            code="SMP112",
         )
 
 
@@ -121,7 +123,8 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path.name} is not {encoding.upper()} text ({error.reason} at byte {error.start}), and the runtime's requirements "
-            "are written after it: save it as UTF-8"
+            "are written after it: save it as UTF-8",
+            code="SMP112",
         ) from None
 
 
@@ -144,7 +147,8 @@ def _check(file: Path, line: str, needed: Sequence[str]) -> None:
     if re.search(r"(^|\s)--(hash[=\s]|require-hashes\b)", line):
         raise ConfigError(
             f"{file.name} has {line[:80]!r}; with one hash pip wants hashes of everything, and the runtime's requirements "
-            f"({', '.join(needed)}) have none: remove the hashes, or {_ELSEWHERE}"
+            f"({', '.join(needed)}) have none: remove the hashes, or {_ELSEWHERE}",
+            code="SMP112",
         )
     theirs = _requirement(line)
     if theirs is None:
@@ -154,7 +158,8 @@ def _check(file: Path, line: str, needed: Sequence[str]) -> None:
         if canonicalize_name(ours.name) == canonicalize_name(theirs.name) and not _agree(ours, theirs):
             raise ConfigError(
                 f"{file.name} has {line!r}, and the runtime needs {text}; no version of {ours.name} is both, so pip would fail "
-                f"in the job: allow {text}, or {_ELSEWHERE}"
+                f"in the job: allow {text}, or {_ELSEWHERE}",
+                code="SMP112",
             )
 
 

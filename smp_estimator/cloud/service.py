@@ -107,17 +107,20 @@ def check_channels(inputs: Any, *, has_network: bool) -> None:
         if isinstance(address, str) and is_file_uri(address):
             raise ConfigError(
                 f"channel {name!r} is {address!r}, but the job runs in the cloud, where this machine's files are not; upload "
-                f"them: fit({{{name!r}: estimator.sagemaker_session.upload_data({address.removeprefix('file://')!r})}})"
+                f"them: fit({{{name!r}: estimator.sagemaker_session.upload_data({address.removeprefix('file://')!r})}})",
+                code="SMP113",
             )
         if isinstance(address, str) and not is_s3_uri(address):
             raise ConfigError(
                 f"channel {name!r} is {address!r}, which is no s3:// address; the job reads its data from S3 or a file system: "
-                "write 's3://bucket/prefix', or give a FileSystemInput"
+                "write 's3://bucket/prefix', or give a FileSystemInput",
+                code="SMP113",
             )
         if _is_of_sdk(value, "FileSystemInput") and not has_network:
             raise ConfigError(
                 f"channel {name!r} is a file system, but the estimator has no subnets and security_group_ids; the job reaches a "
-                "file system only from inside its VPC: add subnets=['subnet-…'] and security_group_ids=['sg-…']"
+                "file system only from inside its VPC: add subnets=['subnet-…'] and security_group_ids=['sg-…']",
+                code="SMP113",
             )
 
 
@@ -157,7 +160,8 @@ def _check_hyperparameters(hyperparameters: Mapping[str, Any], model: ServiceMod
     if len(hyperparameters) > most:
         raise ConfigError(
             f"there are {len(hyperparameters)} hyperparameters, and the service takes {most} (some of them for the SDK's own); "
-            "put the settings of the script into one file in source_dir, or into one hyperparameter as JSON"
+            "put the settings of the script into one file in source_dir, or into one hyperparameter as JSON",
+            code="SMP113",
         )
     for name, value in hyperparameters.items():
         if is_variable(value):
@@ -166,7 +170,8 @@ def _check_hyperparameters(hyperparameters: Mapping[str, Any], model: ServiceMod
         if length > HYPERPARAMETER_CHARACTERS:
             raise ConfigError(
                 f"hyperparameter {name!r} takes {length} characters as JSON, but the service accepts "
-                f"{HYPERPARAMETER_CHARACTERS}; put it into a file in source_dir and give the file's name"
+                f"{HYPERPARAMETER_CHARACTERS}; put it into a file in source_dir and give the file's name",
+                code="SMP113",
             )
 
 
@@ -174,18 +179,21 @@ def _check_environment(environment: Mapping[str, Any] | None, model: ServiceMode
     most = _limit(model, 100, "CreateTrainingJobRequest", "Environment")
     if len(environment or {}) > most:
         raise ConfigError(
-            f"environment has {len(environment or {})} variables, and the service takes {most}; set the others in the script"
+            f"environment has {len(environment or {})} variables, and the service takes {most}; set the others in the script",
+            code="SMP113",
         )
     for name, value in (environment or {}).items():
         if not _VARIABLE_NAME.fullmatch(name):
             raise ConfigError(
                 f"environment has the name {name!r}; names are letters, digits and '_', not beginning with a digit: write "
-                f"{re.sub(r'[^A-Za-z0-9_]', '_', name) or 'NAME'!r}"
+                f"{re.sub(r'[^A-Za-z0-9_]', '_', name) or 'NAME'!r}",
+                code="SMP113",
             )
         if isinstance(value, str) and len(value) > 512:
             raise ConfigError(
                 f"environment variable {name!r} has {len(value)} characters, and the service takes 512; put it into a file in "
-                "source_dir"
+                "source_dir",
+                code="SMP113",
             )
 
 
@@ -196,14 +204,16 @@ def _check_places(estimator: Any) -> None:
         if value and not is_variable(value) and not is_s3_uri(value):
             raise ConfigError(
                 f"{name} is {str(value)!r}, which is no s3:// address; the job runs in the cloud, where this machine's folders are "
-                f"not: write {name}='s3://bucket/prefix'"
+                f"not: write {name}='s3://bucket/prefix'",
+                code="SMP113",
             )
     base = estimator.base_job_name
     if isinstance(base, str) and not is_variable(base) and not _BASE_NAME.fullmatch(base):
         fitting = re.sub(r"[^a-zA-Z0-9]+", "-", base).strip("-") or "training"
         raise ConfigError(
             f"base_job_name is {base!r}; job names begin with it, and the service takes letters, digits and hyphens only, a "
-            f"letter or digit first: write base_job_name={fitting!r}"
+            f"letter or digit first: write base_job_name={fitting!r}",
+            code="SMP113",
         )
 
 
@@ -214,12 +224,14 @@ def _check_spot(estimator: Any, say: Callable[[str], None]) -> None:
     if wait is None:
         raise ConfigError(
             f"use_spot_instances is True, but max_wait is missing; it limits waiting and running together and is at least "
-            f"max_run ({run} seconds): set max_wait={run}, or more"
+            f"max_run ({run} seconds): set max_wait={run}, or more",
+            code="SMP113",
         )
     if isinstance(wait, int) and isinstance(run, int) and wait < run:
         raise ConfigError(
             f"max_wait is {wait} seconds, less than max_run, which is {run}; it limits waiting for spot instances and running "
-            f"together: set max_wait to {run} or more, or max_run to at most {wait}"
+            f"together: set max_wait to {run} or more, or max_run to at most {wait}",
+            code="SMP113",
         )
     if not estimator.checkpoint_s3_uri:
         say(
@@ -236,7 +248,8 @@ def _check_keep_alive(estimator: Any, model: ServiceModel | None, say: Callable[
     if not 0 <= period <= most:
         raise ConfigError(
             f"keep_alive_period_in_seconds is {period}; a warm pool is kept for 0 to {most} seconds after a job: use for example "
-            f"{min(most, 3600)}"
+            f"{min(most, 3600)}",
+            code="SMP113",
         )
     if period and estimator.use_spot_instances is True:
         say(

@@ -57,6 +57,8 @@ _TAGS = "Wheel-Version: 1.0\nGenerator: smp-estimator\nRoot-Is-Purelib: true\nTa
 class CannotTravel(Coded, RuntimeError):
     """The runtime of this installation cannot be sent with the code."""
 
+    code = "SMP112"
+
 
 @contextmanager
 def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage | None = None) -> Iterator[Path]:
@@ -79,7 +81,8 @@ def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage 
         if (folder / PROGRAM).is_symlink():
             raise ConfigError(
                 f"source_dir {source_dir} holds a file {PROGRAM}, the name under which the runtime starts the script in a "
-                "stock image; rename it"
+                "stock image; rename it",
+                code="SMP112",
             )
         shutil.copyfile(entry.__file__, folder / PROGRAM)
         build_wheel(folder)

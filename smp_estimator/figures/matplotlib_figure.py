@@ -61,7 +61,8 @@ def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIG
     target = Path(path)
     if target.suffix[1:].lower() not in canvas.get_supported_filetypes():
         raise ConfigError(
-            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .png, .svg or .pdf"
+            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .png, .svg or .pdf",
+            code="SMP116",
         )
     return figure
 

@@ -168,13 +168,15 @@ def read_partition(path: str | os.PathLike[str]) -> Partition:
     except OSError as error:
         raise ConfigError(
             f"the partition {os.fspath(path)} cannot be read ({error.strerror}); a job with the parameter partition_file writes it "
-            "beside its checkpoints and its output: give the path of that file"
+            "beside its checkpoints and its output: give the path of that file",
+            code="SMP116",
         ) from None
     except (ValueError, TypeError, KeyError, RecursionError):
         whole = False
     if not whole:
         raise ConfigError(
             f"{os.fspath(path)} is no partition that a job wrote: it has no stage for every module; give the file that the "
-            "parameter partition_file named"
+            "parameter partition_file named",
+            code="SMP116",
         )
     return Partition(stages, modules)

@@ -87,10 +87,13 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
     if topology.world_size > 512:
         raise ConfigError(
             f"{topology.world_size} ranks are too many for one picture; squares would be smaller than their numbers: draw "
-            "at most 512 ranks (the groups repeat), or use the text"
+            "at most 512 ranks (the groups repeat), or use the text",
+            code="SMP110",
         )
     if per_node < 1:
-        raise ConfigError(f"per_node is {per_node}; each row of the picture is a node of at least 1 rank: set it to 8")
+        raise ConfigError(
+            f"per_node is {per_node}; each row of the picture is a node of at least 1 rank: set it to 8", code="SMP110"
+        )
     try:
         # No pyplot: its global state and its choice of a screen are not needed for a file.
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -49,12 +49,14 @@ class Answers:
         if known is not None and 0 < known.gpus < self.processes:
             raise ConfigError(
                 f"{self.processes} processes are too many for {self.instance_type}, which has {known.gpus} GPUs, one for each: "
-                f"use --processes {known.gpus} at the most"
+                f"use --processes {known.gpus} at the most",
+                code="SMP108",
             )
         if self.processes == 1 and self.strategy != "data":
             raise ConfigError(
                 f"the strategy {self.strategy} divides a model over ranks, and --processes is 1: use 2 or more, or "
-                "--strategy data"
+                "--strategy data",
+                code="SMP108",
             )
 
     @property

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class NotOnThisMachine(AttributeError, ConfigError):
     """A call of the service that training on this machine does not have; also what ``hasattr()`` and ``getattr()`` expect."""
 
+    code = "SMP115"
+
 
 class ProcessClient(LocalSagemakerClient):
     """``boto3.client("sagemaker")`` for training jobs that are processes of this machine.

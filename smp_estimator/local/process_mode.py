@@ -25,6 +25,8 @@ _NO_ROLE = "arn:aws:iam::000000000000:role/none"
 class NoContainers(Coded, RuntimeError):
     """A request that needs a container, made to a job that ran as processes of this machine."""
 
+    code = "SMP115"
+
 
 def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
     """Return whether an estimator with these arguments trains as processes of this machine.
@@ -38,7 +40,8 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
     if is_local and image_uri and session is not None:
         raise ConfigError(
             f"instance_type is {sdk['instance_type']!r} and image_uri {image_uri!r}, so the job runs in Docker on this machine, "
-            "but sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)"
+            "but sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)",
+            code="SMP115",
         )
     return is_local and not image_uri
 
@@ -59,10 +62,13 @@ def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
     if sdk.get("training_recipe") is not None:
         raise ConfigError(
             "training_recipe needs the images of the service, but this job runs as processes of this machine; give "
-            "entry_point instead of training_recipe, or image_uri to run in Docker"
+            "entry_point instead of training_recipe, or image_uri to run in Docker",
+            code="SMP115",
         )
     if entry_point is None:
-        raise ConfigError('entry_point is missing; it is the script that every rank runs: add entry_point="train.py"')
+        raise ConfigError(
+            'entry_point is missing; it is the script that every rank runs: add entry_point="train.py"', code="SMP115"
+        )
     if image_uri:
         logger.warning("image_uri=%r is not used: the session runs jobs as processes", image_uri)
     session = sdk.get("sagemaker_session")
@@ -96,6 +102,7 @@ class ProcessTrainingJob(TrainingJob):
                 raise ConfigError(
                     f"checkpoint_local_path is {estimator.checkpoint_local_path!r}, but checkpoint_s3_uri is missing; the first "
                     "is where the script writes, the second where the checkpoints stay: add "
-                    "checkpoint_s3_uri='file:///a/directory'"
+                    "checkpoint_s3_uri='file:///a/directory'",
+                    code="SMP115",
                 )
             train_args["checkpoint_local_path"] = estimator.checkpoint_local_path

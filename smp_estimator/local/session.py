@@ -80,12 +80,14 @@ class ProcessSession(S3Access, LocalSession):
         self.root = None if root is None else Path(root).expanduser().absolute()
         if self.root is not None and self.root.exists() and not self.root.is_dir():
             raise ConfigError(
-                f"ProcessSession(root={str(root)!r}) names a file; every job gets a folder inside root: give a directory"
+                f"ProcessSession(root={str(root)!r}) names a file; every job gets a folder inside root: give a directory",
+                code="SMP115",
             )
         if stop_grace_seconds < 0:
             raise ConfigError(
                 f"ProcessSession(stop_grace_seconds={stop_grace_seconds}) is negative; it is the time in seconds between "
-                "SIGTERM and SIGKILL: use 0 or more, for example 4"
+                "SIGTERM and SIGKILL: use 0 or more, for example 4",
+                code="SMP115",
             )
         self.keep = keep
         self.stop_grace_seconds = stop_grace_seconds
@@ -203,7 +205,8 @@ def session_of(job_name: str) -> ProcessSession | None:
         f"no training job {job_name!r} was started by this interpreter, which knows its own jobs on this machine only"
         + ("; " if here else ", and no AWS region is configured in which to look for it; ")
         + "log and model of an earlier job lie in its folder: read them there, or fit() again with the same checkpoint_s3_uri; "
-        "for a job in the cloud give sagemaker_session=sagemaker.Session()"
+        "for a job in the cloud give sagemaker_session=sagemaker.Session()",
+        code="SMP115",
     )
 
 
@@ -216,7 +219,8 @@ def shows_training(log_type: str | bool | Iterable[str]) -> bool:
         if word not in _LOG_TYPES:
             raise ConfigError(
                 f"logs is {log_type!r}, and {word!r} is not a kind of log{suggest(str(word), _LOG_TYPES)}; the SDK has "
-                f"{', '.join(_LOG_TYPES)}: use one of these, a list of them, or True or False"
+                f"{', '.join(_LOG_TYPES)}: use one of these, a list of them, or True or False",
+                code="SMP115",
             )
     return bool(wanted & {"All", "Training"})
 

@@ -51,7 +51,8 @@ def check_job_name(name: str) -> None:
         raise ConfigError(
             f"the job name {name!r} ({len(name)} characters) is not one that the service accepts; it comes from "
             "job_name= or base_job_name=: use at most 63 letters, digits and single hyphens, beginning with a letter "
-            "or digit"
+            "or digit",
+            code="SMP115",
         )
 
 
@@ -133,17 +134,19 @@ def _naming_full_disk(root: Path) -> Iterator[None]:
     except OSError as error:
         path = Path(error.filename) if isinstance(error.filename, str) else root
         if (why := no_more_files(error)) is not None:
-            raise LaunchError(f"the job cannot start: {why}") from error
+            raise LaunchError(f"the job cannot start: {why}", code="SMP115") from error
         if error.errno in _NOT_WRITABLE and path.is_relative_to(root.parent):
             raise LaunchError(
                 f"{path} cannot be made ({error.strerror}); every job gets folders with a copy of its code, in {root}: give a "
-                "folder that can be written to with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
+                "folder that can be written to with ProcessSession(root=…) or ModelTrainer(local_container_root=…)",
+                code="SMP115",
             ) from error
         if (said := full_disk(error, path)) is None:
             raise
         raise LaunchError(
             f"{said}; every job gets folders with a copy of its code, in {root}: make room there, or have them on a larger disk "
-            "with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
+            "with ProcessSession(root=…) or ModelTrainer(local_container_root=…)",
+            code="SMP115",
         ) from error
 
 
@@ -152,7 +155,8 @@ def _require_free_name(name: str) -> None:
     if name in STARTED:
         raise ConfigError(
             f"a job named {name!r} exists already ({STARTED[name].status.value}); names are used once: leave job_name "
-            "out, or give another one"
+            "out, or give another one",
+            code="SMP115",
         )
 
 
@@ -166,7 +170,8 @@ def _new_root(name: str, root: Path | None) -> Path:
     except FileExistsError:
         raise ConfigError(
             f"{root / name} exists already, left by an earlier job of this name; the jobs' folders lie in {root}: leave "
-            "job_name out, or give another one"
+            "job_name out, or give another one",
+            code="SMP115",
         ) from None
     return root / name
 
@@ -184,7 +189,8 @@ def _host_count(resources: Mapping[str, Any]) -> int:
     if resources.get("InstanceGroups"):
         raise ConfigError(
             f"the job asks for {len(resources['InstanceGroups'])} instance groups, but all hosts simulated on this machine are "
-            "alike; use instance_type='local' and instance_count"
+            "alike; use instance_type='local' and instance_count",
+            code="SMP115",
         )
     return int(resources["InstanceCount"])
 
@@ -201,18 +207,21 @@ def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
     if not is_file_uri(uri):
         raise ConfigError(
             f"checkpoint_s3_uri is {uri!r}, but nothing copies the checkpoints of a job on this machine to S3 while it runs; "
-            "give a local directory, for example 'file:///home/me/checkpoints'"
+            "give a local directory, for example 'file:///home/me/checkpoints'",
+            code="SMP115",
         )
     local = config.get("LocalPath") or CHECKPOINTS_IN_CONTAINER
     if local.rstrip("/") != CHECKPOINTS_IN_CONTAINER:
         raise ConfigError(
             f"checkpoint_local_path is {local!r}, but a job on this machine keeps its checkpoints in its own "
-            f"{CHECKPOINTS_IN_CONTAINER} only; leave checkpoint_local_path out"
+            f"{CHECKPOINTS_IN_CONTAINER} only; leave checkpoint_local_path out",
+            code="SMP115",
         )
     path = path_of(uri)
     if path.exists() and not path.is_dir():
         raise ConfigError(
-            f"checkpoint_s3_uri is {uri!r}, and {path} is a file; checkpoints need a directory: give another path"
+            f"checkpoint_s3_uri is {uri!r}, and {path} is a file; checkpoints need a directory: give another path",
+            code="SMP115",
         )
     return path
 
@@ -223,6 +232,7 @@ def _link_submitted(target: Path, hyperparameters: Mapping[str, str]) -> None:
     if not is_file_uri(uri):
         raise ConfigError(
             f"the job's code lies at {uri or 'no address'}, but a job on this machine runs code from a file:// directory; "
-            "use SMPEstimator, or turn local.local_code on in the session's config"
+            "use SMPEstimator, or turn local.local_code on in the session's config",
+            code="SMP115",
         )
     target.symlink_to(path_of(uri), target_is_directory=True)

@@ -68,7 +68,8 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
         except SyntaxError as error:
             raise ConfigError(
                 f"piece {number} of {len(texts)} is not Python: {error.msg}, line {error.lineno}; a script, or each cell of a "
-                "notebook, is read as Python: correct it, or make it a cell of text"
+                "notebook, is read as Python: correct it, or make it a cell of text",
+                code="SMP117",
             ) from None
     names.read(sources)
     # "import sagemaker" names nothing that is left, once what stands behind it has moved in every piece.
@@ -158,7 +159,9 @@ def migrate_file(path: Path) -> Migrated:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give a script (.py) or a notebook (.ipynb)") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error}; give a script (.py) or a notebook (.ipynb)", code="SMP117"
+        ) from None
     if path.suffix != ".ipynb":
         (after,), (notes,) = migrate_sources([text], path.parent)
         return Migrated((text,), (after,), (tuple(notes),), after)
@@ -166,7 +169,9 @@ def migrate_file(path: Path) -> Migrated:
         notebook: dict[str, Any] = json.loads(text)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is no notebook: it has no cells; a notebook is JSON as Jupyter writes it") from None
+        raise ConfigError(
+            f"{path} is no notebook: it has no cells; a notebook is JSON as Jupyter writes it", code="SMP117"
+        ) from None
     before = [cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"]) for cell in cells]
     changed, noted = migrate_sources(before, path.parent)
     for cell, old, new in zip(cells, before, changed, strict=True):

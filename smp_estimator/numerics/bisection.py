@@ -217,12 +217,14 @@ def _recorded_command(run: RecordedRun, *, check: bool = True) -> tuple[str, ...
         why = "has a secret among its words, which is not written down" if start.script else "says of no script"
         raise ConfigError(
             f"{run.name} {why}, so that nobody can start it again: give its command by --command-one or --command-other, as it is "
-            "typed in a shell"
+            "typed in a shell",
+            code="SMP119",
         )
     if check and not Path(start.script).is_file():
         raise ConfigError(
             f"{run.name} is of {start.script}, which this machine does not have: run this where it is, or give the command of that "
-            "run by --command-one or --command-other"
+            "run by --command-one or --command-other",
+            code="SMP119",
         )
     return tuple(launch_command(start.script, start.words, run.heads[0].world, start.parameters))
 

@@ -72,14 +72,15 @@ class PlainVerification:
         if self.batches not in names:
             raise ConfigError(
                 f"{self.script} defines no function {self.batches!r}{suggest(self.batches, names)}; --batches is the name of the "
-                "script's function that returns the next batch, or module:function if another file has it"
+                "script's function that returns the next batch, or module:function if another file has it",
+                code="SMP119",
             )
 
     def _record(self, name: str, processes: int, trial: Trial) -> None:
         record = self.folder / name
         spec = find_spec(_RUNNER)
         if spec is None or spec.origin is None:
-            raise ConfigError(f"the package {_RUNNER} is not installed; install smp-estimator again")
+            raise ConfigError(f"the package {_RUNNER} is not installed; install smp-estimator again", code="SMP119")
         runner = str(Path(spec.origin).with_name("run.py"))
         command = launch_command(
             runner, [self.batches or NO_FUNCTION, str(Path(self.script).absolute()), *self.words], processes, None
@@ -90,12 +91,14 @@ class PlainVerification:
         if not run.moments:
             raise ConfigError(
                 f"the run {name!r} has recorded nothing: no optimizer of torch.optim has made an update of a model that the script "
-                f"calls; {record}.log has its output"
+                f"calls; {record}.log has its output",
+                code="SMP119",
             )
         if not any(any(loader.epochs) for loader in read_facts(record)[0].loaders):
             raise ConfigError(
                 f"the run {name!r} has read no batch from a torch.utils.data.DataLoader, so that one process cannot be given the "
-                "same ones: let the script read its batches from one, or name its function that returns them: --batches get_batch"
+                "same ones: let the script read its batches from one, or name its function that returns them: --batches get_batch",
+                code="SMP119",
             )
 
 

@@ -221,7 +221,8 @@ class RecordedRun:
         if not files:
             raise ConfigError(
                 f"{folder} holds no {FILE_PREFIX}*{FILE_SUFFIX}; ranks write them into the folder that {VARIABLE} or "
-                f"smp.record_numerics names ({place.absolute()} was looked into): run the job with it, and name that folder"
+                f"smp.record_numerics names ({place.absolute()} was looked into): run the job with it, and name that folder",
+                code="SMP119",
             )
         return cls.of(folder, [_read(file) for file in files])
 
@@ -237,11 +238,13 @@ class RecordedRun:
         if any((head.world, head.degrees) != (heads[0].world, heads[0].degrees) for head in heads):
             raise ConfigError(
                 f"{name} holds files of jobs with {' and '.join(sorted({str(head.world) for head in heads}))} ranks, or of "
-                "different degrees; each job has a folder of its own: name one, or remove the files of the other"
+                "different degrees; each job has a folder of its own: name one, or remove the files of the other",
+                code="SMP119",
             )
         if len({head.rank for head in heads}) < len(heads):
             raise ConfigError(
-                f"{name} holds several files of one rank in folders of their own; name the folder of one job"
+                f"{name} holds several files of one rank in folders of their own; name the folder of one job",
+                code="SMP119",
             )
         missing = sorted(set(range(heads[0].world)) - {head.rank for head in heads})
         warnings = (
@@ -306,10 +309,13 @@ def _read(file: Path) -> tuple[Head, list[RecordedMoment]]:
         with file.open("rb") as opened:
             content = opened.read(_LARGEST + 1)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); change its permissions") from None
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror or error}); change its permissions", code="SMP119"
+        ) from None
     if len(content) > _LARGEST:
         raise ConfigError(
-            f"{file} has more than {_LARGEST:,} bytes; record fewer steps, with a greater {EVERY_VARIABLE}"
+            f"{file} has more than {_LARGEST:,} bytes; record fewer steps, with a greater {EVERY_VARIABLE}",
+            code="SMP119",
         )
     text = content.decode("utf-8", errors="replace")
     return parse(io.StringIO(text, newline="\n"), str(file))

@@ -61,19 +61,24 @@ def run_recorded(
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"the run {name!r}, {shlex.join(command)}, was ended after {timeout:g} seconds (--timeout); the end of {log}:\n"
-            + _end_of(log)
+            + _end_of(log),
+            code="SMP119",
         ) from None
     except OSError as error:
         raise ConfigError(
             f"run {name!r} cannot be started in {directory or Path.cwd()} by {shlex.join(command)} ({error.strerror or error}); "
-            "it must be run on a machine that has its script and folder"
+            "it must be run on a machine that has its script and folder",
+            code="SMP119",
         ) from None
     if code:
         raise ConfigError(
-            f"the run {name!r}, {shlex.join(command)}, ended with exit code {code}; the end of {log}:\n" + _end_of(log)
+            f"the run {name!r}, {shlex.join(command)}, ended with exit code {code}; the end of {log}:\n" + _end_of(log),
+            code="SMP119",
         )
     if not record.is_dir():
-        raise ConfigError(f"the run {name!r}, {shlex.join(command)}, has recorded nothing: {_NEEDS_LIBRARY}")
+        raise ConfigError(
+            f"the run {name!r}, {shlex.join(command)}, has recorded nothing: {_NEEDS_LIBRARY}", code="SMP119"
+        )
     return RecordedRun.read(str(record))
 
 

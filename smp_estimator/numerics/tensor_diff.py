@@ -90,7 +90,9 @@ class CloseupFiles:
         try:
             return np.load(self._folder / Path(kept.file).name, allow_pickle=False).astype(np.float64)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._folder / kept.file} cannot be read ({error}); repeat the run") from None
+            raise ConfigError(
+                f"{self._folder / kept.file} cannot be read ({error}); repeat the run", code="SMP119"
+            ) from None
 
     def _of_parts(self, found: Sequence[KeptTensor]) -> WholeTensor:
         first = found[0]
@@ -150,7 +152,7 @@ def _read_index(file: Path) -> Iterator[KeptTensor]:
             yield KeptTensor(**{name: content[name] for name in names})
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{file} holds {line[:60]!r}, which says of no tensor ({error!r}); repeat the run"
+                f"{file} holds {line[:60]!r}, which says of no tensor ({error!r}); repeat the run", code="SMP119"
             ) from None
 
 

@@ -78,7 +78,8 @@ class Epochs:
             if not samples:
                 raise ConfigError(
                     f"tokens is {tokens}, less than one sample of {batch.sequence} tokens; give the tokens of the whole data "
-                    "set, or a shorter sequence"
+                    "set, or a shorter sequence",
+                    code="SMP110",
                 )
         steps, dropped = divmod(samples, batch.global_batch)
         return cls(samples, batch.global_batch, epochs, steps, dropped, tokens, batch.sequence)
@@ -151,14 +152,17 @@ def batches(
         ("accumulation", accumulation),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}); it is a count: set {name} to 1 or more")
+            raise ConfigError(
+                f"{name} is {value!r} ({type(value).__name__}); it is a count: set {name} to 1 or more", code="SMP110"
+            )
     if batch % microbatches:
         up = -(-batch // microbatches) * microbatches
         down = batch // microbatches * microbatches
         raise ConfigError(
             f"a batch of {batch} samples cannot be divided into {microbatches} microbatches ({batch} = {microbatches} × "
             f"{batch // microbatches} + {batch % microbatches}); use a batch of "
-            + (f"{down} or {up}" if down else f"{up}, or at most {batch} microbatches")
+            + (f"{down} or {up}" if down else f"{up}, or at most {batch} microbatches"),
+            code="SMP110",
         )
     replicas = topology.size(Group.RDP)
     readers = replicas if prescaled else topology.size(Group.DP)
@@ -201,7 +205,8 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
         near = max(1, round(global_batch / each)) * each
         raise ConfigError(
             f"a global batch of {global_batch} samples cannot be divided over {each // accumulation} ranks in {accumulation} "
-            f"accumulation steps ({each} batches per optimizer step); use a global batch of {near}"
+            f"accumulation steps ({each} batches per optimizer step); use a global batch of {near}",
+            code="SMP110",
         )
     return global_batch // each
 
@@ -248,11 +253,13 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
     _at_least_one(stages=stages, microbatches=microbatches)
     if not 0 <= stage < stages:
         raise ConfigError(
-            f"stage {stage} does not exist; pipeline_parallel_degree {stages} makes stages 0 to {stages - 1}: use one of these"
+            f"stage {stage} does not exist; pipeline_parallel_degree {stages} makes stages 0 to {stages - 1}: use one of these",
+            code="SMP110",
         )
     if schedule not in SCHEDULES:
         raise ConfigError(
-            f"pipeline is {schedule!r}; schedules are {', '.join(map(repr, DOCUMENTED))}: use one of them"
+            f"pipeline is {schedule!r}; schedules are {', '.join(map(repr, DOCUMENTED))}: use one of them",
+            code="SMP110",
         )
     most = default_active(stages) if active is None else active
     return in_flight_counts(schedule, stages, microbatches, most)[stage]
@@ -269,7 +276,8 @@ def layers_of_stages(layers: int, stages: int, pieces: int = 1) -> list[list[int
     if pieces > 1 and stages * pieces > layers:
         raise ConfigError(
             f"virtual_stages is {pieces}, so {stages} stages own {stages * pieces} pieces, but the model has {layers} layers; use "
-            f"virtual_stages of at most {max(1, layers // stages)}"
+            f"virtual_stages of at most {max(1, layers // stages)}",
+            code="SMP110",
         )
     found: list[list[int]] = [[] for _ in range(stages)]
     for piece in range(stages * pieces):
@@ -286,7 +294,8 @@ def layers_of_stage(layers: int, stages: int, stage: int) -> range:
     if stages > layers:
         raise ConfigError(
             f"pipeline_parallel_degree is {stages}, but the model has {layers} layers, so {stages - layers} stages would "
-            f"hold none; use a degree of at most {layers}"
+            f"hold none; use a degree of at most {layers}",
+            code="SMP110",
         )
     each, more = divmod(layers, stages)
     first = stage * each + min(stage, more)
@@ -296,4 +305,4 @@ def layers_of_stage(layers: int, stages: int, stage: int) -> range:
 def _at_least_one(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
-            raise ConfigError(f"{name} is {value}; it is a count: set it to 1 or more")
+            raise ConfigError(f"{name} is {value}; it is a count: set it to 1 or more", code="SMP110")

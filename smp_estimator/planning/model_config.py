@@ -57,16 +57,18 @@ def read_shape(path: Path) -> ModelShape:
         what = f"the folder {path} has no config.json" if path.is_dir() else f"there is no file {path}"
         raise ConfigError(
             f"{what}, from which the model's shape would be read; give the path of a configuration of Transformers, or of the "
-            "folder that save_pretrained has written"
+            "folder that save_pretrained has written",
+            code="SMP110",
         )
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(
-            f"{file} is no JSON ({error}); give the path of a configuration of Transformers, or of its folder"
+            f"{file} is no JSON ({error}); give the path of a configuration of Transformers, or of its folder",
+            code="SMP110",
         ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds {kind_of(found)}; a configuration has names: give a dictionary")
+        raise ConfigError(f"{file} holds {kind_of(found)}; a configuration has names: give a dictionary", code="SMP110")
     return shape_of(found, str(file))
 
 
@@ -93,7 +95,8 @@ def shape_of(fields: Mapping[str, Any], source: str = "the dictionary") -> Model
         raise ConfigError(
             f"the shape in {source} {' and '.join(wrong)}{near}; write for example "
             '{"layers": 48, "hidden": 1600, "heads": 25, "vocabulary": 50257, "sequence": 1024}, or give a configuration of '
-            "Transformers, which has model_type"
+            "Transformers, which has model_type",
+            code="SMP110",
         )
     return ModelShape(**fields)
 
@@ -109,7 +112,8 @@ class _Configuration:
         if "kv_lora_rank" in self._fields:
             raise ConfigError(
                 f"{source} is of a {self._type} with latent attention, whose matrices are not counted from a configuration; give "
-                "the module itself, made on the meta device"
+                "the module itself, made on the meta device",
+                code="SMP110",
             )
 
     def shape(self) -> ModelShape:
@@ -145,7 +149,8 @@ class _Configuration:
         if not found:
             raise ConfigError(
                 f"{self._source} has none of {', '.join(_NAMES[name])}, so the number of {name} is unknown; give a whole "
-                "configuration of Transformers, or a shape with layers, hidden, heads, vocabulary and sequence"
+                "configuration of Transformers, or a shape with layers, hidden, heads, vocabulary and sequence",
+                code="SMP110",
             )
         return found
 

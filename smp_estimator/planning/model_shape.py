@@ -70,7 +70,8 @@ class ModelShape:
             nearest = max(h for h in divisors if h <= 2 * self.heads)
             raise ConfigError(
                 f"hidden {self.hidden} cannot be divided into {self.heads} heads ({self.hidden} = {self.heads} × "
-                f"{self.hidden // self.heads} + {self.hidden % self.heads}); use heads={nearest}"
+                f"{self.hidden // self.heads} + {self.hidden % self.heads}); use heads={nearest}",
+                code="SMP110",
             )
 
     def _check_types(self) -> None:
@@ -78,17 +79,20 @@ class ModelShape:
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
                 raise ConfigError(
-                    f"{name} is {value!r}; the shape of a model is counted in whole elements: give {name}=1 or more"
+                    f"{name} is {value!r}; the shape of a model is counted in whole elements: give {name}=1 or more",
+                    code="SMP110",
                 )
         if not _is_whole(self.feed_forward) or self.feed_forward < 0:
             raise ConfigError(
                 f"feed_forward is {self.feed_forward!r}; it is the width inside the MLP, in whole elements: give for example "
-                f"feed_forward={4 * self.hidden}, or 0, which means 4 × hidden {self.hidden}"
+                f"feed_forward={4 * self.hidden}, or 0, which means 4 × hidden {self.hidden}",
+                code="SMP110",
             )
         for name in ("tied_embeddings", "learned_positions", "gated", "biases"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; the shape has it or not: write {name}=True or False (in JSON true, false)"
+                    f"{name} is {getattr(self, name)!r}; the shape has it or not: write {name}=True or False (in JSON true, false)",
+                    code="SMP110",
                 )
 
     @property
@@ -155,7 +159,8 @@ class ModelShape:
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; {_count_in(name)}known are {', '.join(SHAPES)}: use one "
-                "of these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers"
+                "of these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers",
+                code="SMP110",
             )
         return SHAPES[name]
 
@@ -173,7 +178,8 @@ class ModelShape:
         if isinstance(count, bool) or not isinstance(count, int | float) or not 1e6 <= count < math.inf:
             raise ConfigError(
                 f"the model has {count!r} parameters; a shape can be chosen from a million parameters on: give the "
-                "count in units, for example 20e9, or the shape itself"
+                "count in units, for example 20e9, or the shape itself",
+                code="SMP110",
             )
         best: tuple[float, int, int] | None = None
         for hidden in [*range(128, 1024, 128), *range(1024, 32_769, 1024)]:
@@ -190,7 +196,8 @@ class ModelShape:
             raise ConfigError(
                 f"no shape near {_count(count)} parameters has a vocabulary of {vocabulary}: the word embedding alone takes "
                 f"{vocabulary} × 128 = {vocabulary * 128} parameters at the smallest width; give vocabulary="
-                f"{max(1, int(count / 512))} or the shape itself"
+                f"{max(1, int(count / 512))} or the shape itself",
+                code="SMP110",
             )
         _, layers, hidden = best
         return cls(
@@ -218,7 +225,8 @@ class ModelShape:
         if not callable(named):
             raise ConfigError(
                 f"the model is {module!r:.80}, {kind_of(module)}; give an nn.Module, a ModelShape, the name of a "
-                "published shape or a number of parameters"
+                "published shape or a number of parameters",
+                code="SMP110",
             )
         found = [
             (str(name), tuple(int(d) for d in p.shape), int(p.numel()), bool(getattr(p, "requires_grad", True)))
@@ -227,7 +235,8 @@ class ModelShape:
         if not found:
             raise ConfigError(
                 f"the model {type(module).__name__} has no parameters; plan() counts the parameters of the module "
-                "itself: give the model that is trained"
+                "itself: give the model that is trained",
+                code="SMP110",
             )
         return _shape_of(found, getattr(module, "config", None), sequence, heads, vocabulary)
 

@@ -77,11 +77,13 @@ class Workload:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
-                    f"{name} is {value!r} ({type(value).__name__}); steps are counted from it: give a whole number of 1 or more"
+                    f"{name} is {value!r} ({type(value).__name__}); steps are counted from it: give a whole number of 1 or more",
+                    code="SMP110",
                 )
         if self.optimizer not in OPTIMIZER_BYTES:
             raise ConfigError(
-                f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}"
+                f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}",
+                code="SMP110",
             )
         self.checkpointed_layers(1)
         self._check_steps()
@@ -92,7 +94,8 @@ class Workload:
         if self.steps is not None and self.epochs != 1:
             raise ConfigError(
                 f"steps is {self.steps} and epochs is {self.epochs}; each says when the training ends: give one of them (with the "
-                "size of the data set a plan says how many epochs the steps are)"
+                "size of the data set a plan says how many epochs the steps are)",
+                code="SMP110",
             )
         seconds = self.step_seconds
         if seconds is not None and (
@@ -100,7 +103,8 @@ class Workload:
         ):
             raise ConfigError(
                 f"step_seconds is {seconds!r}; it is the time from one optimizer step to the next: give more than 0, or leave it "
-                "out for the plan's own estimate"
+                "out for the plan's own estimate",
+                code="SMP110",
             )
 
     def _check_utilisation(self) -> None:
@@ -108,20 +112,23 @@ class Workload:
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
             raise ConfigError(
                 f"utilisation is {part!r}; it is the part of its peak that a GPU reaches: give more than 0 and at most 1, for "
-                f"example {UTILISATION}"
+                f"example {UTILISATION}",
+                code="SMP110",
             )
 
     def _check_prices(self) -> None:
         if not isinstance(self.prices, Mapping):
             raise ConfigError(
                 f"prices is {self.prices!r}, {kind_of(self.prices)}; they are looked up by the type of the instance: write "
-                'for example {"ml.p4d.24xlarge": 25.0}, in US dollars per hour'
+                'for example {"ml.p4d.24xlarge": 25.0}, in US dollars per hour',
+                code="SMP110",
             )
         for name, price in self.prices.items():
             if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
                 raise ConfigError(
                     f"the price of {name} is {price!r}; it is what one instance costs in US dollars per hour: give more than 0, "
-                    "or leave it out for the catalogue's"
+                    "or leave it out for the catalogue's",
+                    code="SMP110",
                 )
 
     def checkpointed_layers(self, layers: int) -> int:
@@ -141,7 +148,8 @@ class Workload:
         if group is None:
             raise ConfigError(
                 f"activation_checkpointing is {strategy!r}; it is the strategy over the model's layers: use 'each', "
-                "'contiguous', 'group_2' (or another number), or None"
+                "'contiguous', 'group_2' (or another number), or None",
+                code="SMP110",
             )
         return min(layers, int(group[1]))
 
@@ -203,21 +211,25 @@ def request_for(
 ) -> Request:
     """Settle the arguments of :func:`smp_estimator.planning.plan`; raise ConfigError if one cannot be used."""
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
-        raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
+        raise ConfigError(
+            f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more", code="SMP110"
+        )
     refuse_neuron(str(instance_type))
     known = instance(instance_type)
     if processes_per_host is None:
         if known is None:
             raise ConfigError(
                 f"instance_type {instance_type!r} is not in the catalogue of GPU instances, so its number of GPUs is "
-                "unknown; give processes_per_host (and gpu_memory_bytes for a verdict)"
+                "unknown; give processes_per_host (and gpu_memory_bytes for a verdict)",
+                code="SMP110",
             )
         processes_per_host = known.gpus
     elif processes_per_host < 1 or (known is not None and processes_per_host > known.gpus):
         have = f"{instance_type} has {known.gpus} GPUs" if known else "every host starts at least one"
         raise ConfigError(
             f"processes_per_host is {processes_per_host}, but {have} and each process needs its own; set it to "
-            f"{known.gpus if known else 1}"
+            f"{known.gpus if known else 1}",
+            code="SMP110",
         )
     if gpu_memory_bytes is None:
         gpu_memory_bytes = known.gpu_memory_bytes if known else None
@@ -225,7 +237,8 @@ def request_for(
         otherwise = f"the catalogue's {known.gpu_memory_bytes}" if known else "a plan without a verdict"
         raise ConfigError(
             f"the memory of a GPU is {gpu_memory_bytes} bytes; the plan is compared with what a GPU has: give more than 0, "
-            f"or leave it out for {otherwise}"
+            f"or leave it out for {otherwise}",
+            code="SMP110",
         )
     if not isinstance(parameters, ModelParallelParameters):
         refuse_version_2(parameters, "a plan")
@@ -258,7 +271,8 @@ def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> No
         if name not in allowed:
             raise ConfigError(
                 f"prices has {name!r}{suggest(str(name), names)}; prices are looked up by the type of the instance, and the "
-                "catalogue has none of this name: use one of smp_estimator.planning.instances()"
+                "catalogue has none of this name: use one of smp_estimator.planning.instances()",
+                code="SMP110",
             )
 
 
@@ -303,6 +317,7 @@ def _workload(fields: Mapping[str, Any]) -> Workload:
     for name in fields:
         if name not in known:
             raise ConfigError(
-                f"plan() has no argument {name!r}{suggest(name, known)}; the script is described with {', '.join(known)}"
+                f"plan() has no argument {name!r}{suggest(name, known)}; the script is described with {', '.join(known)}",
+                code="SMP110",
             )
     return Workload(**fields)

@@ -73,7 +73,9 @@ def save_all(found: Rehearsed, folder: str | Path) -> list[Path]:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error.strerror}; name another folder for the pictures") from None
+        raise ConfigError(
+            f"{folder} cannot be made: {error.strerror}; name another folder for the pictures", code="SMP120"
+        ) from None
     drawings: list[tuple[str, Callable[[Rehearsed, Path, Theme], Path]]] = []
     if curves_of(found):
         drawings.append(("memory", save_memory))

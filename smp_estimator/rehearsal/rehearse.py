@@ -96,13 +96,21 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         RehearsalFailed: the script failed, or cannot be rehearsed.
     """
     if not Path(script).is_file():
-        raise ConfigError(f"the script {os.fspath(script)} is not a file; name the script that the job would run")
+        raise ConfigError(
+            f"the script {os.fspath(script)} is not a file; name the script that the job would run", code="SMP120"
+        )
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("a rehearsal runs the script, which needs PyTorch; install it here: pip install torch")
+        raise ConfigError(
+            "a rehearsal runs the script, which needs PyTorch; install it here: pip install torch", code="SMP120"
+        )
     if rehearsed_steps < 2:
-        raise ConfigError(f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2")
+        raise ConfigError(
+            f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2", code="SMP120"
+        )
     if steps is not None and steps < 1:
-        raise ConfigError(f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none")
+        raise ConfigError(
+            f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none", code="SMP120"
+        )
     _check_epochs(steps, epochs, samples)
     inputs = input_shapes_of(input_shapes or {})
     known = require_usable(instance_type)
@@ -110,7 +118,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     if ranks is None:
         raise ConfigError(
             f"instance_type {instance_type!r} is not in the catalogue, so the number of its GPUs is not known; give "
-            "processes_per_host"
+            "processes_per_host",
+            code="SMP120",
         )
     given = parse_dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
     kinds = 1
@@ -145,7 +154,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         modules = ", ".join(dict.fromkeys(repr(one.path) for one in card.measured[:_SHOWN_MODULES]))
         raise ConfigError(
             f"none of the {len(card.measured)} durations in {os.fspath(measured)} is of a module that a step of the script ran "
-            f"(they are of {modules}, …); record the timeline with the same model, in functions decorated with smp.step"
+            f"(they are of {modules}, …); record the timeline with the same model, in functions decorated with smp.step",
+            code="SMP120",
         )
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
@@ -178,7 +188,8 @@ def _card(
         except OSError as error:
             raise ConfigError(
                 f"the rate card {os.fspath(rates)} cannot be read: {error.strerror}; write one with RateCard.to_json(), or leave "
-                "it out for the rates of the instance"
+                "it out for the rates of the instance",
+                code="SMP120",
             ) from None
         card = RateCard.from_json(text, os.fspath(rates))
     if measured is None:
@@ -192,12 +203,17 @@ def _card(
 def _check_epochs(steps: int | None, epochs: float | None, samples: int | None) -> None:
     if steps is not None and epochs is not None:
         raise ConfigError(
-            f"steps is {steps} and epochs is {epochs:g}; each says when the training ends: give one of the two"
+            f"steps is {steps} and epochs is {epochs:g}; each says when the training ends: give one of the two",
+            code="SMP120",
         )
     if epochs is not None and not 0 < epochs < math.inf:
-        raise ConfigError(f"epochs is {epochs}; it counts passes through the data: give a number above 0")
+        raise ConfigError(
+            f"epochs is {epochs}; it counts passes through the data: give a number above 0", code="SMP120"
+        )
     if samples is not None and samples < 1:
-        raise ConfigError(f"samples is {samples}; it is the size of the data set: give 1 or more, or none")
+        raise ConfigError(
+            f"samples is {samples}; it is the size of the data set: give 1 or more, or none", code="SMP120"
+        )
 
 
 def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) -> int:
@@ -211,7 +227,8 @@ def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) ->
         if not kind.step_samples:
             raise ConfigError(
                 f"samples is {samples:,}, but nothing says how many a step trains on: the script has no @smp.step with a tensor; "
-                "give steps"
+                "give steps",
+                code="SMP120",
             )
         each, said = (
             samples // kind.step_samples,
@@ -223,10 +240,11 @@ def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) ->
     else:
         raise ConfigError(
             f"epochs is {epochs:g}, but nothing says how long one is: the script reads no DataLoader of known length; give "
-            "samples, of the data set, or steps"
+            "samples, of the data set, or steps",
+            code="SMP120",
         )
     if each < 1:
-        raise ConfigError(f"{said}, so an epoch has no whole step; lower the batch, or give more data")
+        raise ConfigError(f"{said}, so an epoch has no whole step; lower the batch, or give more data", code="SMP120")
     return max(1, round(epochs * each))
 
 
@@ -245,7 +263,8 @@ def _folders(
         if not (may_be_missing or Path(path).exists()):
             raise ConfigError(
                 f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine, or the "
-                'shapes of a batch, which stand for it: input_shapes={"input_ids": "-1,1024:int64"}, --input-shape'
+                'shapes of a batch, which stand for it: input_shapes={"input_ids": "-1,1024:int64"}, --input-shape',
+                code="SMP120",
             )
         found[f"SM_CHANNEL_{name.upper()}"] = str(Path(path).absolute())
     return found

@@ -32,6 +32,8 @@ class RehearsalFailed(Coded, RuntimeError):
         failures: of each kind of rank that reported an error, the first cause first.
     """
 
+    code = "SMP120"
+
     def __init__(self, message: str, failures: tuple[Failure, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures

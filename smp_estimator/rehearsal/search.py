@@ -205,7 +205,8 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     if not any(BATCH in argument for argument in arguments):
         raise ConfigError(
             f"none of the script's arguments has {BATCH} in it ({' '.join(arguments) or 'there are none'}); with other degrees "
-            f"each rank reads another batch, so that the global batch stays {global_batch}: write for example --batch-size {BATCH}"
+            f"each rank reads another batch, so that the global batch stays {global_batch}: write for example --batch-size {BATCH}",
+            code="SMP120",
         )
     card = RateCard.of_instance(instance_type, processes_per_host=processes_per_host, usd_per_hour=usd_per_hour)
     per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)

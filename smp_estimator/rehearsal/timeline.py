@@ -33,7 +33,8 @@ def timelines_of(found: Rehearsed) -> list[RankTimeline]:
     if not rehearsal.has_times:
         raise ConfigError(
             f"the rehearsal has no times: the rates of {rehearsal.request.instance_type!r} are not known, or nothing was planned "
-            f"in {rehearsal.kinds[0].steps} steps; name an instance of the catalogue, or rehearse more steps (--rehearsed)"
+            f"in {rehearsal.kinds[0].steps} steps; name an instance of the catalogue, or rehearse more steps (--rehearsed)",
+            code="SMP120",
         )
     job = f"rehearsal of {rehearsal.request.ranks} ranks"
     return [_of_kind(kind, planned, job, rehearsal.request.ranks_per_host) for kind in rehearsal.kinds]
@@ -96,7 +97,9 @@ def save_timeline(found: Rehearsed, folder: str | Path) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(one.model_dump_json(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{target} cannot be written: {error.strerror}; name a folder that can be") from None
+            raise ConfigError(
+                f"{target} cannot be written: {error.strerror}; name a folder that can be", code="SMP120"
+            ) from None
         written.append(target)
     return written
 

@@ -25,6 +25,8 @@ _OFFERS = {
 class SDKMissing(Coded, ImportError):
     """The required version of the SDK is not installed; the message names the installed version and what to install."""
 
+    code = "SMP111"
+
 
 def installed_version() -> str | None:
     """Return the version of the installed SDK, such as ``"3.27.0"``, or None if there is none."""

@@ -152,7 +152,8 @@ def naming_missing_region(instance_type: Any) -> Iterator[None]:
             raise
         raise ConfigError(
             f"no region of AWS is configured, and instance_type {instance_type!r} is of the cloud: set AWS_DEFAULT_REGION, or give "
-            "a sagemaker_session; instance_type='local' runs on this machine, and smp-estimator plan and suggest need neither"
+            "a sagemaker_session; instance_type='local' runs on this machine, and smp-estimator plan and suggest need neither",
+            code="SMP123",
         ) from None
 
 

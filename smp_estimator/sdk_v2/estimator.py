@@ -167,7 +167,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         if tensorflow_version is not None and is_model_parallel(distribution):
             raise ConfigError(
                 f"tensorflow_version is {tensorflow_version}, but the model parallel library trains PyTorch models; give "
-                "pytorch_version instead, or leave both out"
+                "pytorch_version instead, or leave both out",
+                code="SMP123",
             )
         super().__init__(
             py_version=py_version,

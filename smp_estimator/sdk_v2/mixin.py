@@ -242,7 +242,8 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             raise ConfigError(
                 f"source_dir is {self.source_dir!s}, and a stock image gets the runtime with the uploaded code, which a directory "
                 "in S3 cannot be given; use a local source_dir, or image_uri with an image that has the runtime (then also "
-                "ship_runtime=False)"
+                "ship_runtime=False)",
+                code="SMP123",
             )
 
     def _ships(self) -> bool:
@@ -347,8 +348,8 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             if isinstance(self.sagemaker_session, PipelineSession):
                 raise ConfigError(
                     f"fit() got record_numerics={show_value(record_numerics)}, and a step of a pipeline is made of the "
-                    "estimator later: "
-                    f"give it to {type(self).__name__}(record_numerics=…)"
+                    f"estimator later: give it to {type(self).__name__}(record_numerics=…)",
+                    code="SMP123",
                 )
             given = self._own_environment()
             self.environment = with_other_numerics(given, record_numerics)

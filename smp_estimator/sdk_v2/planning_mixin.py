@@ -49,7 +49,8 @@ class PlanningMixin:
         if distribution.settings.version_2 is not None:
             raise ConfigError(
                 "distribution is of version 2 of the library (torch_distributed beside smdistributed.modelparallel), and plan() "
-                "and rehearse() are for version 1: run a few steps of the script with instance_type='local' instead"
+                "and rehearse() are for version 1: run a few steps of the script with instance_type='local' instead",
+                code="SMP123",
             )
         return distribution.settings
 
@@ -96,7 +97,7 @@ class PlanningMixin:
         except ConfigError as error:
             if "batch_source" not in workload or f"batch of {batch}" not in str(error):
                 raise
-            reworded = ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}")
+            reworded = ConfigError(f"{error}; the batch of {batch} is {workload['batch_source']}", code="SMP123")
             raise reworded.of_the_kind_of(error) from None
 
     def _batch_of_script(self) -> tuple[str, int] | None:
@@ -187,7 +188,8 @@ class PlanningMixin:
         if "://" in folder.removeprefix("file://") or not path.is_file():
             raise ConfigError(
                 f"the script {path} is not on this machine; a rehearsal runs it here: give entry_point, and source_dir if it has "
-                "one, as they lie here, or call smp_estimator.rehearsal.rehearse()"
+                "one, as they lie here, or call smp_estimator.rehearsal.rehearse()",
+                code="SMP123",
             )
         return path
 
@@ -213,6 +215,7 @@ class PlanningMixin:
         if not isinstance(self.instance_type, str) or not isinstance(self.instance_count, int):
             raise ConfigError(
                 f"instance_type is {self.instance_type!r} and instance_count {self.instance_count!r}; planning needs one type "
-                "and a number: use smp_estimator.planning.plan() with the group that trains"
+                "and a number: use smp_estimator.planning.plan() with the group that trains",
+                code="SMP123",
             )
         return self.instance_type, self.instance_count

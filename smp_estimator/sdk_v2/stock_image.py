@@ -76,7 +76,8 @@ class InStockImage(_SDK):
         raise ConfigError(
             f"{' and '.join(missing)} {verb} missing, and so is image_uri; they are filled in only "
             "for jobs whose distribution enables smdistributed.modelparallel: give for example "
-            f"{example}, or image_uri"
+            f"{example}, or image_uri",
+            code="SMP123",
         )
 
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:

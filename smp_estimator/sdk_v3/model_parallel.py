@@ -119,12 +119,14 @@ class ModelParallel(DistributedConfig):
             raise ConfigError(
                 f"distribution enables {sorted(distribution) or 'nothing'}, but not smdistributed.modelparallel, which "
                 'ModelParallel stands for: use Torchrun() or MPI() of sagemaker.train.distributed, or give {"smdistributed": '
-                '{"modelparallel": {"enabled": True, "parameters": {...}}}, "mpi": {"enabled": True, "processes_per_host": 8}}'
+                '{"modelparallel": {"enabled": True, "parameters": {...}}}, "mpi": {"enabled": True, "processes_per_host": 8}}',
+                code="SMP118",
             )
         if settings.instance_groups:
             raise ConfigError(
                 f"distribution names the instance groups {list(settings.instance_groups)}, but ModelParallel starts ranks on all "
-                "hosts of a job, which must be alike: use one instance_type and instance_count"
+                "hosts of a job, which must be alike: use one instance_type and instance_count",
+                code="SMP118",
             )
         mpi = distribution.get("torch_distributed" if settings.version_2 is not None else "mpi") or {}
         return cls(
@@ -151,7 +153,8 @@ class ModelParallel(DistributedConfig):
         if self.version == 2 and self.custom_mpi_options:
             raise ConfigError(
                 f"custom_mpi_options is {self.custom_mpi_options!r} and version is 2, whose scripts are started as by torchrun: "
-                "remove custom_mpi_options, and set variables in environment"
+                "remove custom_mpi_options, and set variables in environment",
+                code="SMP118",
             )
         reader = self._reader if self.__pydantic_private__ is not None else DistributionReader()
         # A number is filled in where there is none: which one, the cluster decides.
@@ -165,7 +168,8 @@ class ModelParallel(DistributedConfig):
         if count is not None and count < 1:
             raise ConfigError(
                 f"processes_per_host is {count}; it is the number of ranks that each host starts: set it to 1 or more, or leave it "
-                "out for one per GPU"
+                "out for one per GPU",
+                code="SMP118",
             )
         return count
 
@@ -225,7 +229,8 @@ def refuse_quotes(value: Any, name: str) -> None:
         at = text.index("'")
         raise ConfigError(
             f"{name} has a single quotation mark, in {text[max(0, at - 20) : at + 20]!r}; the SDK writes values between such marks "
-            "into a shell file of the container, which would then not be read: write it without, or with double ones"
+            "into a shell file of the container, which would then not be read: write it without, or with double ones",
+            code="SMP118",
         )
 
 
@@ -237,7 +242,8 @@ def _refuse_tuner() -> None:
             raise ConfigError(
                 "a HyperparameterTuner of SDK v3 starts the script by the image's own program, so its jobs would train without "
                 "ModelParallel: call ModelTrainer.train() once for each choice of hyperparameters, or tune an SMPEstimator with "
-                "SDK v2"
+                "SDK v2",
+                code="SMP118",
             )
         frame = frame.f_back
 
@@ -253,7 +259,8 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
         else:
             hint = suggest(name, [*FIELDS, *KEYS])
         raise ConfigError(
-            f"ModelParallel has no {name!r} (given {given[name]!r}){hint or ';'} known are {', '.join(FIELDS)}"
+            f"ModelParallel has no {name!r} (given {given[name]!r}){hint or ';'} known are {', '.join(FIELDS)}",
+            code="SMP118",
         )
 
 
@@ -270,5 +277,6 @@ def _own_errors() -> Iterator[None]:
         name = str(first["loc"][0]) if first["loc"] else "ModelParallel"
         value = first["input"]
         raise ConfigError(
-            f"ModelParallel: {name} is {value!r}, {kind_of(value)}; it must be {_SHAPES.get(name, 'another value')}"
+            f"ModelParallel: {name} is {value!r}, {kind_of(value)}; it must be {_SHAPES.get(name, 'another value')}",
+            code="SMP118",
         ) from None

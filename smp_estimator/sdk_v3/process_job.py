@@ -238,7 +238,8 @@ def _channel(channel: Any) -> dict[str, Any]:
     if not isinstance(source, str) or not source:
         raise ConfigError(
             f"channel {name!r} is {channel.data_source!r}; a job on this machine reads directories, files and S3, and mounts no "
-            "file system: mount it yourself and give the path, or give an s3:// address"
+            "file system: mount it yourself and give the path, or give an s3:// address",
+            code="SMP118",
         )
     uri = _address(source)
     if is_file_uri(uri):

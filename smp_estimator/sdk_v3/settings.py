@@ -86,7 +86,8 @@ class JobLocation:
         if groups := getattr(compute, "instance_groups", None):
             raise ConfigError(
                 f"instance_groups has {len(groups)} group{'s' if len(groups) > 1 else ''}, but ModelParallel starts ranks on all "
-                "hosts of a job, which must be alike: use instance_type and instance_count"
+                "hosts of a job, which must be alike: use instance_type and instance_count",
+                code="SMP118",
             )
         if preferences := given_value(compute, "instance_preferences"):
             return cls._of_preferences(compute, preferences, process_mode=process_mode, containers=containers)
@@ -168,7 +169,8 @@ def read_settings(trainer: Trainer, where: JobLocation) -> Distribution | None:
             if config is not None:
                 raise ConfigError(
                     f"distributed is {type(config).__name__}, but this job runs as processes of this machine, which are started "
-                    "with mpirun: use ModelParallel, or give image_uri to run the job in Docker"
+                    "with mpirun: use ModelParallel, or give image_uri to run the job in Docker",
+                    code="SMP118",
                 )
             return None
         _refuse_own_names(hyperparameters)
@@ -198,7 +200,8 @@ def _read_everywhere(trainer: Trainer, config: ModelParallel, where: JobLocation
         kinds = ", ".join(f"{each.hosts} × {each.instance_type}" for each in where.candidates)
         raise ConfigError(
             f"processes_per_host is left out, and instance_preferences have different numbers of GPUs ({kinds}), so the ranks "
-            "would be as many as the service happens to take: give processes_per_host, and as many ranks in each preference"
+            "would be as many as the service happens to take: give processes_per_host, and as many ranks in each preference",
+            code="SMP118",
         )
     distribution = distribution_of(config, where.first)
     read = reader.read(distribution, instance_type=where.instance_type, hosts=where.hosts, **more)
@@ -227,7 +230,8 @@ def _check_image(trainer: Trainer, config: ModelParallel, where: JobLocation) ->
     elif images.is_stock(trainer.training_image):
         raise ConfigError(
             f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
-            "ship_runtime out, or give an image that has it"
+            "ship_runtime out, or give an image that has it",
+            code="SMP118",
         )
 
 
@@ -322,7 +326,8 @@ def _refuse_own_names(hyperparameters: Mapping[str, Any]) -> None:
         if name == MP_PARAMETERS or name.startswith("sagemaker_mpi_"):
             raise ConfigError(
                 f"hyperparameters has {name!r}, which ModelParallel writes itself from its own fields: give it there, and remove "
-                "it from hyperparameters"
+                "it from hyperparameters",
+                code="SMP118",
             )
 
 
@@ -331,22 +336,26 @@ def _check_code(trainer: Trainer, where: JobLocation) -> None:
     if code is None or not code.entry_script:
         raise ConfigError(
             "source_code has no entry_script; it is the script that every rank runs: write source_code=SourceCode("
-            'source_dir="scripts", entry_script="train.py")'
+            'source_dir="scripts", entry_script="train.py")',
+            code="SMP118",
         )
     if code.args and not code.command:
         raise ConfigError(
             f"source_code has args {code.args!r} and no command, for which they are, so the SDK drops them without a word: give "
-            "hyperparameters, which the script gets on its command line"
+            "hyperparameters, which the script gets on its command line",
+            code="SMP118",
         )
     if code.command:
         raise ConfigError(
             f"source_code has the command {code.command!r} and the entry_script {code.entry_script!r}; the SDK would run the "
-            "command once on each host and drop distributed without a word: remove the command"
+            "command once on each host and drop distributed without a word: remove the command",
+            code="SMP118",
         )
     archive = isinstance(code.source_dir, str) and code.source_dir.endswith(".tar.gz")
     if archive and where.process_mode:
         raise ConfigError(
-            f"source_dir is {code.source_dir!r}, an archive, which only a container unpacks; give the directory that it holds"
+            f"source_dir is {code.source_dir!r}, an archive, which only a container unpacks; give the directory that it holds",
+            code="SMP118",
         )
     if not archive:
         checks.check_code(code.entry_script, code.source_dir, (), own_launcher=True)

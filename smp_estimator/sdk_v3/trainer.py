@@ -105,7 +105,8 @@ class ModelTrainer(StockModelTrainer):
             if name not in known:
                 raise ConfigError(
                     f"ModelTrainer has no {name!r} (given {arguments[name]!r}){suggest(name, known) or ';'} help(ModelTrainer) "
-                    "lists all arguments"
+                    "lists all arguments",
+                    code="SMP118",
                 )
         here = _wants_processes(arguments)
         if not arguments.get("algorithm_name"):
@@ -140,7 +141,8 @@ class ModelTrainer(StockModelTrainer):
                 raise ConfigError(
                     f"instance_type is {where.instance_type!r} and training_image {self.training_image!r}, but training_mode says "
                     "that the service runs the job: add training_mode=Mode.LOCAL_CONTAINER to run it in Docker, or leave "
-                    "training_image out to run it as processes of this machine"
+                    "training_image out to run it as processes of this machine",
+                    code="SMP118",
                 )
         return where
 

@@ -79,20 +79,23 @@ def check_accelerators(
     if parameters.host_collectives and gpus:
         raise ConfigError(
             f"host_collectives is true, which has ranks share host memory in jobs on CPUs, but {where} has {gpus} "
-            f"GPU{'s' * (gpus != 1)}; remove host_collectives"
+            f"GPU{'s' * (gpus != 1)}; remove host_collectives",
+            code="SMP105",
         )
     if not takes_one_rank:
         return
     if needs_gpu(backend) and gpus == 0:
         raise ConfigError(
             f'ddp_dist_backend is "{backend}", which moves tensors between GPUs, but {where} has none; use "auto", which takes '
-            'NCCL where there are GPUs, or "gloo"'
+            'NCCL where there are GPUs, or "gloo"',
+            code="SMP105",
         )
     ranks = (processes or 1) * (hosts or 1) if process_mode else (processes or 1)
     if gpus and ranks > gpus:
         raise ConfigError(
             f'ddp_dist_backend is "{backend}", which takes one rank per GPU, but {ranks} processes run on {where}, which has '
-            f'{gpus} GPU{"s" * (gpus != 1)}; start at most one process per GPU, or set ddp_dist_backend to "auto" or "gloo"'
+            f'{gpus} GPU{"s" * (gpus != 1)}; start at most one process per GPU, or set ddp_dist_backend to "auto" or "gloo"',
+            code="SMP105",
         )
 
 

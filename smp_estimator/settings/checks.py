@@ -51,13 +51,14 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
         hints = "; ".join(f"{name}={shown_value(name, given[name])}{suggest(name, known)}" for name in unknown)
         raise ConfigError(
             f"{kind} got {hints}; the SDK would drop what it does not know without a word: correct or remove it. "
-            f"help({kind}) lists all arguments"
+            f"help({kind}) lists all arguments",
+            code="SMP123",
         )
     said = []
     for old in [name for name in given if name in former and name not in known]:
         new = former[old]
         if given.get(new) is not None:
-            raise ConfigError(f"{old} and {new} are two names of one argument; remove {old}")
+            raise ConfigError(f"{old} and {new} are two names of one argument; remove {old}", code="SMP123")
         given[new] = given.pop(old)
         said.append(f"{old} is the name of SDK v1 for {new}; write {new}={given[new]!r}")
     return said
@@ -70,7 +71,8 @@ def require_instance_type(value: Any, has_groups: bool) -> None:
     if not value:
         raise ConfigError(
             'instance_type is missing; it says where the job runs: "local" starts processes of this machine, without an '
-            'account, and a name such as "ml.p4d.24xlarge" instances of the cloud'
+            'account, and a name such as "ml.p4d.24xlarge" instances of the cloud',
+            code="SMP123",
         )
     if value in ("local", "local_gpu") or value.startswith("ml."):
         return
@@ -82,7 +84,8 @@ def require_instance_type(value: Any, has_groups: bool) -> None:
     )
     raise ConfigError(
         f'instance_type is {value!r}{hint or ";"} "local" starts processes of this machine, and types of the cloud begin with '
-        '"ml.", for example "ml.p4d.24xlarge"'
+        '"ml.", for example "ml.p4d.24xlarge"',
+        code="SMP123",
     )
 
 
@@ -98,12 +101,14 @@ def require_text(value: Any, name: str, example: str) -> Any:
         return value
     if not isinstance(value, str):
         raise ConfigError(
-            f"{name} is {show_value(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
+            f"{name} is {show_value(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}",
+            code="SMP123",
         )
     why = strict_json.why_unusable(value)
     if why:
         raise ConfigError(
-            f"{name} {why}; it begins with {value[:60]!r}: remove that character, as in {name}={example!r}"
+            f"{name} {why}; it begins with {value[:60]!r}: remove that character, as in {name}={example!r}",
+            code="SMP123",
         )
     return value
 
@@ -114,7 +119,8 @@ def refuse_remote_script(entry_point: Any) -> None:
         raise ConfigError(
             f"entry_point is {show_value(entry_point)}; the script is one of the files that are shipped to the job, which S3 "
             "has as an "
-            "archive: give that as source_dir, and entry_point relative to it, or a local script"
+            "archive: give that as source_dir, and entry_point relative to it, or a local script",
+            code="SMP123",
         )
 
 
@@ -126,7 +132,8 @@ def require_paths(value: Any, name: str) -> None:
     if not is_list or not all(_is_path(each) for each in value):
         raise ConfigError(
             f"{name} is {show_value(value)}, {kind_of(value)}; it lists paths of what is shipped beside the script: write "
-            f'{name}=["lib"]'
+            f'{name}=["lib"]',
+            code="SMP123",
         )
 
 
@@ -141,11 +148,13 @@ def require_count(value: Any, name: str) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number or value < 1:
         raise ConfigError(
-            f"{name} is {show_value(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+            f"{name} is {show_value(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more",
+            code="SMP123",
         )
     if value > MOST_RANKS:
         raise ConfigError(
-            f"{name} is {show_value(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it"
+            f"{name} is {show_value(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it",
+            code="SMP123",
         )
 
 
@@ -155,7 +164,8 @@ def require_mapping(value: Any, name: str) -> None:
         raise ConfigError(
             f"{name} is {shown_value(name, value)}, {kind_of(value)}; names and values are read from it: write a "
             "dictionary such "
-            f'as {name}={{"steps": 300}}'
+            f'as {name}={{"steps": 300}}',
+            code="SMP123",
         )
 
 
@@ -216,7 +226,8 @@ def _check_files(entry_point: Any, source_dir: Any, dependencies: Iterable[Any])
         if not directory.is_dir():
             raise ConfigError(
                 f"source_dir is {directory}, which is a file; the whole directory is shipped to the job: give the directory "
-                f"{directory.parent} and entry_point={directory.name!r}"
+                f"{directory.parent} and entry_point={directory.name!r}",
+                code="SMP123",
             )
         if entry_point:
             _require_inside(entry_point, directory)
@@ -239,7 +250,8 @@ def check_upload(source_dir: Any) -> None:
     _require_targets(directory, directory, frozenset((directory.resolve(),)))
     if (directory / REQUIREMENTS).is_dir():
         raise ConfigError(
-            f"{directory / REQUIREMENTS} is a folder, and the image's launcher installs what a file of that name lists: rename it"
+            f"{directory / REQUIREMENTS} is a folder, and the image's launcher installs what a file of that name lists: rename it",
+            code="SMP123",
         )
 
 
@@ -255,7 +267,8 @@ def _require_targets(folder: Path, directory: Path, around: frozenset[Path]) -> 
     except OSError as error:
         raise ConfigError(
             f"source_dir {directory} holds the folder {folder.relative_to(directory)}, which cannot be read ({error.strerror}), so "
-            "it cannot be put into the archive of the code: let this user read it, or move it elsewhere"
+            "it cannot be put into the archive of the code: let this user read it, or move it elsewhere",
+            code="SMP123",
         ) from None
     for path in paths:
         try:
@@ -267,7 +280,8 @@ def _require_targets(folder: Path, directory: Path, around: frozenset[Path]) -> 
         if path.is_symlink() and (why or target in around or target in folder.resolve().parents):
             raise ConfigError(
                 f"source_dir {directory} holds the link {path.relative_to(directory)} to {os.readlink(path)}, "
-                f"{why or 'a folder that it lies in'}, so it cannot be put into the archive of the code: remove or correct it"
+                f"{why or 'a folder that it lies in'}, so it cannot be put into the archive of the code: remove or correct it",
+                code="SMP123",
             )
         if target.is_dir():
             _require_targets(path, directory, around | {target})
@@ -278,7 +292,8 @@ def _require_suffix(entry_point: str) -> None:
     if path.suffix not in SCRIPT_SUFFIXES:
         raise ConfigError(
             f"entry_point is {entry_point!r}, whose ending is {path.suffix or 'empty'!r}; the job starts .py files with Python "
-            f"and .sh files with bash: rename it, for example to {path.stem + '.py'!r}"
+            f"and .sh files with bash: rename it, for example to {path.stem + '.py'!r}",
+            code="SMP123",
         )
 
 
@@ -287,12 +302,14 @@ def _require_inside(entry_point: str, directory: Path) -> None:
     if not path.is_relative_to(directory):
         raise ConfigError(
             f"entry_point {entry_point!r} is {path}, outside source_dir {directory}; only source_dir is shipped to the job: "
-            "give the directory that holds the script as source_dir, or leave source_dir out"
+            "give the directory that holds the script as source_dir, or leave source_dir out",
+            code="SMP123",
         )
     if os.path.isabs(entry_point):
         raise ConfigError(
             f"entry_point {entry_point!r} is absolute; with source_dir it is looked up inside the job's copy of "
-            f"{directory}: write entry_point={str(path.relative_to(directory))!r}"
+            f"{directory}: write entry_point={str(path.relative_to(directory))!r}",
+            code="SMP123",
         )
 
 
@@ -302,7 +319,8 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
     if path.is_dir():
         raise ConfigError(
             f"entry_point is {given!r}, but {path} is a directory; the job runs one script: name the file, and give the "
-            "directory as source_dir"
+            "directory as source_dir",
+            code="SMP123",
         )
     folder = path.parent
     scripts = sorted(
@@ -315,7 +333,8 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
         listed = f"{folder} does not exist"
     raise ConfigError(
         f"entry_point {given!r} does not exist{hint}; tried {path} (relative to {relative_to}), and {listed}: correct "
-        "entry_point or source_dir"
+        "entry_point or source_dir",
+        code="SMP123",
     )
 
 
@@ -346,19 +365,22 @@ def check_partition_file(
         raise ConfigError(
             f"load_partition is true, and partition_file {name!r} does not exist; looked for "
             f"{' and '.join(dict.fromkeys(map(str, places)))}: give the path of a file that a job with the same model wrote, a "
-            "checkpoint_s3_uri that both jobs have, or set load_partition to false"
+            "checkpoint_s3_uri that both jobs have, or set load_partition to false",
+            code="SMP123",
         )
     try:
         held = json.loads(found.read_text(encoding="utf-8"))["stages"]
     except (OSError, ValueError, TypeError, KeyError):
         raise ConfigError(
             f"partition_file is {found}, which is no partition that a job wrote; write one with partition_file and "
-            "load_partition off"
+            "load_partition off",
+            code="SMP123",
         ) from None
     if held != stages:
         raise ConfigError(
             f"partition_file {found} is for {held} stages, but pipeline_parallel_degree is {stages}; set it to {held}, or "
-            "let the model be partitioned anew"
+            "let the model be partitioned anew",
+            code="SMP123",
         )
 
 
@@ -374,7 +396,8 @@ def _require_writable(path: Path) -> None:
     if not is_writable:
         raise ConfigError(
             f"partition_file is {path}, and {there} is {'not writable' if there.is_dir() else 'no directory'}; the rank that "
-            "traces the model writes it: name a file in a folder that it can write to, or leave partition_file out"
+            "traces the model writes it: name a file in a folder that it can write to, or leave partition_file out",
+            code="SMP123",
         )
 
 
@@ -384,7 +407,8 @@ def check_inputs(inputs: Any) -> None:
         if isinstance(value, os.PathLike):
             raise ConfigError(
                 f"channel {name!r} is the path {str(value)!r}; channels are addresses: write "
-                f"'file://{Path(value).expanduser().absolute()}'"
+                f"'file://{Path(value).expanduser().absolute()}'",
+                code="SMP123",
             )
         if isinstance(value, str):
             uri = require_address(value, f"channel {name!r}")
@@ -400,5 +424,6 @@ def check_output_path(output_path: Any) -> None:
     if is_file_uri(uri) and path_of(uri).is_file():
         raise ConfigError(
             f"output_path is {uri!r}, and {path_of(uri)} is a file; model.tar.gz is written into a directory: give a "
-            f"directory, for example 'file://{path_of(uri).parent}'"
+            f"directory, for example 'file://{path_of(uri).parent}'",
+            code="SMP123",
         )

@@ -108,7 +108,8 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
         raise ConfigError(
             f"distribution is {show_value(distribution)}, {kind_of(distribution)}; strategies are read from its keys: "
             'give a dictionary such as {"smdistributed": {"modelparallel": {"enabled": True}}, '
-            '"mpi": {"enabled": True, "processes_per_host": 2}}'
+            '"mpi": {"enabled": True, "processes_per_host": 2}}',
+            code="SMP103",
         )
     for key in distribution:
         if key not in KNOWN_STRATEGIES:
@@ -116,7 +117,8 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
                 f"unknown strategy {show_value(key)} in distribution{suggest(show_value(key), KNOWN_STRATEGIES)}; the keys "
                 "given are "
                 f"{show_value(sorted(map(show_value, distribution)))} and an unknown one would be dropped silently: use one of "
-                f"{', '.join(KNOWN_STRATEGIES)}"
+                f"{', '.join(KNOWN_STRATEGIES)}",
+                code="SMP103",
             )
     if process_mode:
         for key in _OTHER_LAUNCHERS:
@@ -127,7 +129,8 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
                 raise ConfigError(
                     f"distribution enables {key!r}, but this job runs as processes of this machine, which are started "
                     'with mpirun: use {"mpi": {"enabled": True, "processes_per_host": 2}}, or give image_uri to run '
-                    "the job in Docker"
+                    "the job in Docker",
+                    code="SMP103",
                 )
 
 
@@ -237,19 +240,22 @@ def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] 
         if names:
             raise ConfigError(
                 f"distribution names the instance groups {names}, but the estimator was made without instance_groups; "
-                "give the same groups to the estimator, or remove them from distribution"
+                "give the same groups to the estimator, or remove them from distribution",
+                code="SMP103",
             )
         return settled
     for name in names:
         if name not in available:
             raise ConfigError(
                 f"distribution names the instance group {name!r}{suggest(name, available)}; the estimator has "
-                f"{sorted(available)}: use one of these"
+                f"{sorted(available)}: use one of these",
+                code="SMP103",
             )
     if (not names and len(available) > 1) or len(names) > 1:
         raise ConfigError(
             f"distribution trains on {len(names)} instance groups, out of the estimator's {sorted(available)}; exactly "
-            'one trains: set distribution["instance_groups"] to a list with one of them'
+            'one trains: set distribution["instance_groups"] to a list with one of them',
+            code="SMP103",
         )
     settled["instance_groups"] = names or list(available)
     return settled
@@ -304,7 +310,8 @@ def _refuse_other_count(settings: JobSettings) -> None:
     if processes != known.gpus:
         raise ConfigError(
             f"torch_distributed.processes_per_host is {processes}, and a stock image starts one process on each of the "
-            f"{known.gpus} GPUs of {known.name}: leave processes_per_host out, or set it to {known.gpus}"
+            f"{known.gpus} GPUs of {known.name}: leave processes_per_host out, or set it to {known.gpus}",
+            code="SMP103",
         )
 
 
@@ -366,7 +373,8 @@ def _with_mpi(
         raise ConfigError(
             f"smdistributed.modelparallel is enabled, but mpi {state} (distribution has {sorted(distribution)}); mpirun "
             f'starts the ranks: add "mpi": {{"enabled": True, "processes_per_host": {2 if known is None else fitting}}}, with the '
-            "number of processes (on GPUs: of GPUs) of a host"
+            "number of processes (on GPUs: of GPUs) of a host",
+            code="SMP103",
         )
     if settings.mpi is None:
         return settings
@@ -374,14 +382,16 @@ def _with_mpi(
     if given is not None and given < 1:
         raise ConfigError(
             f"mpi.processes_per_host is {given}; it is the number of processes that each host starts: "
-            "set it to 1 or more"
+            "set it to 1 or more",
+            code="SMP103",
         )
     if given is None and MPI_PROCESSES in later:
         return settings
     if given is None and settings.model_parallel is not None and not process_mode:
         raise ConfigError(
             "mpi.processes_per_host is missing; with modelparallel the platform needs the number of processes of a "
-            f'host: set it to the number of its GPUs, for example "processes_per_host": {fitting}'
+            f'host: set it to the number of its GPUs, for example "processes_per_host": {fitting}',
+            code="SMP103",
         )
     if given is None and process_mode:
         say("mpi.processes_per_host was not given: one process per host")
@@ -404,7 +414,8 @@ def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool
         strategy = "torch_distributed" if settings.torchrun is not None else "mpi"
         raise ConfigError(
             f"the job has {ranks} processes = {strategy}.processes_per_host {processes} × instance_count {hosts or 1}, and "
-            f"{where}, has at most {most:,}: lower one of the two"
+            f"{where}, has at most {most:,}: lower one of the two",
+            code="SMP103",
         )
 
 
@@ -446,5 +457,6 @@ def _check_length(settings: JobSettings) -> None:
         raise ConfigError(
             f"the parameters take {len(text)} characters as JSON, but the service accepts {HYPERPARAMETER_CHARACTERS} in "
             "one hyperparameter; leave out settings that hold their default, and shorten long paths by "
-            f"{len(text) - HYPERPARAMETER_CHARACTERS} characters or more"
+            f"{len(text) - HYPERPARAMETER_CHARACTERS} characters or more",
+            code="SMP103",
         )

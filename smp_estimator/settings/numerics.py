@@ -33,7 +33,8 @@ def with_numerics(environment: Any, record_numerics: Any) -> Any:
         raise ConfigError(
             f"record_numerics is {show_value(record_numerics)}; it says whether ranks record what tells trainings apart: "
             "write True, "
-            'False, or {"every": 100, "guards": "finite"}'
+            'False, or {"every": 100, "guards": "finite"}',
+            code="SMP103",
         )
     wanted: dict[str, tuple[str, Any]] = {VARIABLE: ("record_numerics", "1")}
     every, guards = record_numerics.get(_EVERY), record_numerics.get(_GUARDS)
@@ -43,7 +44,8 @@ def with_numerics(environment: Any, record_numerics: Any) -> Any:
         ):
             raise ConfigError(
                 f'record_numerics={{"every": …}} is {show_value(every)}; it is the number of updates between recorded steps: give '
-                f"a whole number from 1 to {MOST_EVERY:,}"
+                f"a whole number from 1 to {MOST_EVERY:,}",
+                code="SMP103",
             )
         wanted[EVERY_VARIABLE] = 'record_numerics={"every": …}', every if is_variable(every) else str(every)
     if guards is not None:

@@ -26,7 +26,8 @@ def with_variables(environment: Any, wanted: Mapping[str, tuple[str, Any]]) -> A
     for name, (argument, value) in wanted.items():
         if name in made and not _are_equal(made[name], value):
             raise ConfigError(
-                f"{argument} says {name}={value}, and environment has {name}={made[name]}; both mean the same setting: remove one"
+                f"{argument} says {name}={value}, and environment has {name}={made[name]}; both mean the same setting: remove one",
+                code="SMP103",
             )
         made[name] = value
     return made

@@ -33,18 +33,21 @@ def require_plain(value: Any, name: str) -> None:
         if level > strict_json.MOST_LEVELS:
             raise ConfigError(
                 f"{place[:200]} is nested more than {strict_json.MOST_LEVELS} levels deep; it was given as {name}, of which no "
-                "part has more than ten: take out what holds itself, or the levels"
+                "part has more than ten: take out what holds itself, or the levels",
+                code="SMP123",
             )
         if isinstance(part, str):
             if why := strict_json.why_unusable(part):
                 raise ConfigError(
                     f"{place} {why}; it begins with {masked_text(repr(part[:60]))} and is handed to programs, which cannot be "
-                    "given such a text: remove that character"
+                    "given such a text: remove that character",
+                    code="SMP123",
                 )
         elif isinstance(part, int) and part.bit_length() > _MOST_DIGITS * 3:
             raise ConfigError(
                 f"{place} is a whole number of {part.bit_length()} bits; it travels as text, and Python writes out no more than "
-                f"{_MOST_DIGITS:,} digits: give a smaller number, or text"
+                f"{_MOST_DIGITS:,} digits: give a smaller number, or text",
+                code="SMP123",
             )
         elif isinstance(part, Mapping):
             for key, inner in part.items():
@@ -61,7 +64,8 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"a hyperparameter is called {show_value(name)}; its name becomes a word of the command line and part of a "
                 "variable's "
-                "name: give it text that is not empty and has no '='"
+                "name: give it text that is not empty and has no '='",
+                code="SMP123",
             )
         if is_variable(value):
             continue
@@ -71,7 +75,8 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"hyperparameter {name!r} is {shown_value(name, value)}, {kind_of(value)}; hyperparameters are sent as "
-                f"JSON and this one cannot be ({error}): convert it, for example with str() or float()"
+                f"JSON and this one cannot be ({error}): convert it, for example with str() or float()",
+                code="SMP123",
             ) from None
 
 
@@ -81,7 +86,8 @@ def refuse_carried(hyperparameters: Mapping[str, Any]) -> None:
         if name in CARRIED:
             raise ConfigError(
                 f"hyperparameters has {name!r}, which is written from distribution and would replace it: give in distribution what "
-                "it should say, and remove it from hyperparameters"
+                "it should say, and remove it from hyperparameters",
+                code="SMP123",
             )
 
 
@@ -92,11 +98,13 @@ def check_variables(environment: Mapping[str, Any] | None) -> None:
             raise ConfigError(
                 f"an environment variable is called {show_value(name)}; the sign = ends a name: give it a name that is text, "
                 "not empty, "
-                "and has no '='"
+                "and has no '='",
+                code="SMP123",
             )
         if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
                 f"environment variable {show_value(name)} is {shown_value(name, value)}, {kind_of(value)}; variables hold "
-                f"text: write {show_value(shown_value(name, value))}"
+                f"text: write {show_value(shown_value(name, value))}",
+                code="SMP123",
             )
         require_plain({name: value}, "environment")

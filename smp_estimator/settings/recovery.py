@@ -45,7 +45,8 @@ def _memory(given: Any) -> tuple[bool, Any]:
     raise ConfigError(
         f"memory_checkpoint is {show_value(given)}; it says whether the state of the training is kept in shared memory: write "
         "True, "
-        'False, or {"steps": 10} for a copy each ten steps'
+        'False, or {"steps": 10} for a copy each ten steps',
+        code="SMP106",
     )
 
 
@@ -54,5 +55,5 @@ def _whole(given: Any, name: str, least: int, most: int) -> Any:
     if is_variable(given):
         return given
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
-        raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}")
+        raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}", code="SMP106")
     return str(given)

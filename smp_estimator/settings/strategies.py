@@ -58,7 +58,8 @@ class MPI(dict[str, Any]):
         if mpi is not None and mpi.processes_per_host is not None and mpi.processes_per_host < 1:
             raise ConfigError(
                 f"processes_per_host is {processes_per_host}; it is the number of processes that each host starts: set it to 1 "
-                "or more"
+                "or more",
+                code="SMP101",
             )
         check_mpi_options(known.get("custom_mpi_options", ""))
         super().__init__(mpi={"enabled": True, **given})

@@ -45,7 +45,8 @@ def _loggers(given: Any) -> Any:
     else:
         raise ConfigError(
             f'loggers is {show_value(given)}; it names the trackers that get the numbers of the training: write ["tensorboard"] or '
-            '"tensorboard,mlflow"'
+            '"tensorboard,mlflow"',
+            code="SMP103",
         )
     loggers_of({LOGGERS_VARIABLE: text})
     return text
@@ -64,7 +65,8 @@ def _words(given: Any) -> str:
     if not isinstance(given, Mapping) or not set(given) <= known or "steps" not in given:
         raise ConfigError(
             f"profile is {show_value(given)}; it says which steps PyTorch's profiler records: write "
-            '{"steps": (10, 12), "memory": True} with any of memory, shapes, stacks and ranks'
+            '{"steps": (10, 12), "memory": True} with any of memory, shapes, stacks and ranks',
+            code="SMP103",
         )
     words = [f"steps={_joined(given['steps'], '-')}"]
     words += [flag for flag in _FLAGS if given.get(flag)]

@@ -126,7 +126,8 @@ def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] |
         if name in merged and merged[name] != value:
             raise ConfigError(
                 f"{name} is {merged[name]!r} in environment and {value!r} in custom_mpi_options ('-x {name}={value}'); both "
-                f"reach the ranks and only one can hold: remove one, for example environment[{name!r}]"
+                f"reach the ranks and only one can hold: remove one, for example environment[{name!r}]",
+                code="SMP103",
             )
         merged[name] = value
     return merged
@@ -169,7 +170,8 @@ def stock_image_conflicts(settings: JobSettings) -> list[str]:
             raise ConfigError(
                 f"custom_mpi_options has {option}, and the stock image's launcher splits at every blank and keeps quotes, so "
                 f"mpirun would get {str(option).split()[-1]!r} as a word of its own; give {way} instead"
-                + ("" if option.name == "x" else ", an image with a launcher of your own")
+                + ("" if option.name == "x" else ", an image with a launcher of your own"),
+                code="SMP103",
             )
     return [
         f"custom_mpi_options has '{option}', and the stock image's launcher sets {option.key} itself; Open MPI 4.1 does not "

@@ -49,7 +49,8 @@ def separate(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             ways = ", ".join("[" + "][".join(map(repr, known)) + "]" for known in _CARRIERS)
             raise ConfigError(
                 f"distribution{where} is the pipeline variable {_name(value)}; {reason}, before the pipeline runs: give "
-                f"a plain value there (a variable may stand at {ways}, and in hyperparameters)"
+                f"a plain value there (a variable may stand at {ways}, and in hyperparameters)",
+                code="SMP106",
             )
         later[_CARRIERS[path]] = value
     return (_without(distribution) if later else dict(distribution)), later

@@ -47,7 +47,8 @@ def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
     if not files:
         raise ConfigError(
             f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when recording is "
-            f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again'
+            f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again',
+            code="SMP116",
         )
     return files
 
@@ -61,13 +62,15 @@ def place_of(job_output: str) -> Path:
     if is_s3_uri(job_output):
         raise ConfigError(
             f"{job_output} is in S3; files of ranks are read from this machine: fetch the archive first, for example with "
-            f"aws s3 cp {job_output.rstrip('/')} . --recursive --exclude '*' --include '*output.tar.gz', and name the folder"
+            f"aws s3 cp {job_output.rstrip('/')} . --recursive --exclude '*' --include '*output.tar.gz', and name the folder",
+            code="SMP116",
         )
     place = path_of(job_output) if is_file_uri(job_output) else Path(job_output)
     if not place.exists():
         raise ConfigError(
             f"{job_output} does not exist ({place.absolute()}); the command reads the output of a job: name its output "
-            "path, its folder or its output.tar.gz"
+            "path, its folder or its output.tar.gz",
+            code="SMP116",
         )
     return place
 
@@ -106,7 +109,8 @@ def _read(path: Path) -> Iterator[tuple[str, bytes]]:
         yield str(path), content
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror or error}; it was found in the job's output: change its permissions"
+            f"{path} cannot be read: {error.strerror or error}; it was found in the job's output: change its permissions",
+            code="SMP116",
         ) from None
 
 
@@ -121,7 +125,8 @@ def _in_archive(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
                 raise ConfigError(
                     f"{path} holds {show_value(member.name)} of {member.size:,} bytes, and {found:,} with those before it; a "
                     "rank's "
-                    f"file has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps"
+                    f"file has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps",
+                    code="SMP116",
                 )
             if (content := archive.extractfile(member)) is not None:
                 yield f"{path}:{member.name}", _all_of(content, member.size)

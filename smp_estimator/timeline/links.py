@@ -96,12 +96,14 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
     count = max(len(rows), len(columns))
     if not any(sent.values()):
         raise ConfigError(
-            "there are no bytes per link to draw: no rank sends anything in the step, or no link was given"
+            "there are no bytes per link to draw: no rank sends anything in the step, or no link was given",
+            code="SMP116",
         )
     if (ends := len({*rows, *columns})) > _MOST_ENDS:
         raise ConfigError(
             f"the links have {ends} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
-            "of ranks, or use the table"
+            "of ranks, or use the table",
+            code="SMP116",
         )
     # From a thousandth of the most on; less is drawn as nothing next to it.
     most = max(sent.values())

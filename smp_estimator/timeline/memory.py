@@ -60,13 +60,16 @@ class MemoryCurve:
             if len(held) != len(self.seconds):
                 raise ConfigError(
                     f"the memory of {self.label} has {len(self.seconds)} times and {len(held)} sizes of {owner}; each size holds "
-                    "from a time on: give one for each"
+                    "from a time on: give one for each",
+                    code="SMP116",
                 )
         if not self.seconds or not self.owners:
-            raise ConfigError(f"the memory of {self.label} has no times or no owners; there is nothing to draw")
+            raise ConfigError(
+                f"the memory of {self.label} has no times or no owners; there is nothing to draw", code="SMP116"
+            )
         goes_back = any(later < earlier for earlier, later in itertools.pairwise(self.seconds))
         if goes_back:
-            raise ConfigError(f"the times of the memory of {self.label} are not ascending; sort them")
+            raise ConfigError(f"the times of the memory of {self.label} are not ascending; sort them", code="SMP116")
 
     @property
     def totals(self) -> list[int]:
@@ -132,7 +135,9 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
         PackageMissing: matplotlib is not installed.
     """
     if not curves:
-        raise ConfigError("there is no memory to draw: no rank was given; give the curve of at least one")
+        raise ConfigError(
+            "there is no memory to draw: no rank was given; give the curve of at least one", code="SMP116"
+        )
     highest = sorted(curves, key=lambda curve: -curve.peak[1])[:_MOST_PANELS]
     drawn = [curve.thinned() for curve in curves if any(curve is one for one in highest)]
     figure = figure_for(path, 11.0, 0.9 + 2.1 * len(drawn), theme)

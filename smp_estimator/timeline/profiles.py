@@ -88,13 +88,15 @@ def read_profiles(job_output: str) -> list[RankTrace]:
     if not found:
         raise ConfigError(
             f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when steps are profiled: "
-            f'give the estimator profile={{"steps": (10, 12)}}, or its environment {VARIABLE}=10-12, and run the job again'
+            f'give the estimator profile={{"steps": (10, 12)}}, or its environment {VARIABLE}=10-12, and run the job again',
+            code="SMP116",
         )
     jobs, ranks = {trace.about.job for trace in found}, [trace.about.rank for trace in found]
     if len(jobs) > 1 or len(set(ranks)) < len(ranks):
         raise ConfigError(
             f"{job_output} holds profiles of {len(jobs)} runs ({', '.join(sorted(jobs)[:4])}) of ranks {ranks[:16]}; name the "
-            "output of one job"
+            "output of one job",
+            code="SMP116",
         )
     return found
 
@@ -196,7 +198,8 @@ def _parsed(content: bytes, name: str) -> RankTrace:
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:
         raise ConfigError(
             f"{name} is no profile of a rank ({type(error).__name__}: {str(error)[:200]}); it may have been cut when the job was "
-            "killed: remove it to see the others, and profile again"
+            "killed: remove it to see the others, and profile again",
+            code="SMP116",
         ) from None
     about = about.model_copy(update={"offset_error": about.offset_error + inexact})
     return RankTrace(about, events, shift + about.offset)

@@ -187,12 +187,14 @@ class JobTimeline:
             if other.job != content.job:
                 raise ConfigError(
                     f"the timelines are of different jobs: {other_name} is of {other.job!r}, {name} of {content.job!r}; times of "
-                    "different runs have nothing in common: name the output of one job"
+                    "different runs have nothing in common: name the output of one job",
+                    code="SMP116",
                 )
             if content.rank in by_rank:
                 raise ConfigError(
                     f"rank {content.rank} has two timelines, {by_rank[content.rank][0]} and {name}; probably one is a copy: "
-                    "remove it, or name the folder that holds each rank once"
+                    "remove it, or name the folder that holds each rank once",
+                    code="SMP116",
                 )
             by_rank[content.rank] = name, content
         ranks = [by_rank[rank][1] for rank in sorted(by_rank)]
@@ -223,7 +225,8 @@ class JobTimeline:
                 return step
         raise ConfigError(
             f"step {number} was not recorded by every rank; the job kept steps {_ranges([s.number for s in self.steps])}: use one "
-            "of these, or run again with a larger SMP_TIMELINE, the number of newest steps to keep"
+            "of these, or run again with a larger SMP_TIMELINE, the number of newest steps to keep",
+            code="SMP116",
         )
 
     def _repr_html_(self) -> str:
@@ -243,7 +246,8 @@ def _common_steps(ranks: list[RankTimeline]) -> tuple[Step, ...]:
         shown = [f"rank {rank.rank}: {_ranges([step.number for step in rank.steps])}" for rank in ranks[:8]]
         raise ConfigError(
             f"there is no step in which all ranks recorded what they computed ({'; '.join(shown)}); ranks that ended at "
-            "different steps keep different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep"
+            "different steps keep different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep",
+            code="SMP116",
         )
     return tuple(computed)
 

@@ -56,7 +56,8 @@ class Throughput:
         if not step.trains or step.makespan <= 0:
             raise ConfigError(
                 f"the timeline of {timeline.job or 'the job'} has no training step of any length ({len(timeline.steps)} steps were "
-                "recorded by every rank); samples per second are those of steps with a backward pass: record some"
+                "recorded by every rank); samples per second are those of steps with a backward pass: record some",
+                code="SMP116",
             )
         return cls(
             seconds=seconds_per_step(timeline),
@@ -101,18 +102,21 @@ class Throughput:
         """
         if (steps is None) == (epochs is None):
             raise ConfigError(
-                f"steps is {steps} and epochs is {epochs}; each says when the training ends: give one of the two"
+                f"steps is {steps} and epochs is {epochs}; each says when the training ends: give one of the two",
+                code="SMP116",
             )
         per_epoch = None if samples is None else samples // self.global_batch
         if epochs is not None:
             if per_epoch is None:
                 raise ConfigError(
-                    f"epochs is {epochs}, but nothing says how many samples an epoch has; give samples, of the data set, or steps"
+                    f"epochs is {epochs}, but nothing says how many samples an epoch has; give samples, of the data set, or steps",
+                    code="SMP116",
                 )
             if per_epoch < 1:
                 raise ConfigError(
                     f"{samples:,} samples are fewer than the {self.global_batch:,} that a step reads, so an epoch has no whole "
-                    "step; lower the batch, or give more samples"
+                    "step; lower the batch, or give more samples",
+                    code="SMP116",
                 )
             steps = round(epochs * per_epoch)
         elif per_epoch:

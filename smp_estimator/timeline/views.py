@@ -109,7 +109,8 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
     if len(step.ranks) > _MOST_RANKS:
         raise ConfigError(
             f"the step has {len(step.ranks)} ranks, too many lanes for one picture (most: {_MOST_RANKS}); write --trace FILE.json "
-            "and open it in ui.perfetto.dev, which can zoom"
+            "and open it in ui.perfetto.dev, which can zoom",
+            code="SMP116",
         )
     figure = figure_for(path, 12.0, 1.3 + 0.45 * len(step.ranks), theme)
     axes = colour_axes(figure.add_subplot(), theme)

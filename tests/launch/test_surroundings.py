@@ -9,8 +9,9 @@ import pytest
 
 from smp_config import ConfigError
 from smp_config.machine.interfaces import LOOPBACK, interface_towards, list_addresses
-from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, derived_port, first_host, recognise
+from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, recognise
 from smp_launch.anywhere.plain_rank import prepare, rank_variables
+from smp_launch.machine.network import derived_port, first_host
 
 HERE = socket.gethostname()
 MEETING = {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"}

@@ -22,7 +22,8 @@ def parse_literal(text: str, what: str) -> Any:
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as as_python:
             raise ConfigError(
                 f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
-                '{"ddp": true} or {"ddp": True}, without names or calls'
+                '{"ddp": true} or {"ddp": True}, without names or calls',
+                code="SMP101",
             ) from None
 
 
@@ -66,11 +67,13 @@ def parse_dictionary(value: str, what: str) -> dict[str, Any]:
     if not value.lstrip().startswith("{"):
         path = Path(value)
         if not os.path.isfile(value):
-            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
+            raise ConfigError(
+                f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them", code="SMP101"
+            )
         text = path.read_text(encoding="utf-8")
     found = parse_literal(text, what)
     if not isinstance(found, dict):
-        raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary")
+        raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary", code="SMP101")
     return found
 
 

@@ -35,7 +35,8 @@ def is_asked_for(environ: Mapping[str, str]) -> bool:
         raise ConfigError(
             f"{VARIABLE} is {show_value(text)}; it says whether calls of torch.cuda act on the CPU where there is no GPU: set "
             "1, or "
-            f"0, or {_CHECKED} for devices that check the order of work"
+            f"0, or {_CHECKED} for devices that check the order of work",
+            code="SMP106",
         )
     return text == "1"
 
@@ -57,7 +58,8 @@ def seed_of_checks(environ: Mapping[str, str]) -> int | None:
     if not (seed.isascii() and seed.isdigit()) or len(seed) > _MOST_DIGITS:
         raise ConfigError(
             f"{VARIABLE} is {show_value(environ[VARIABLE])}, but what follows the colon is the seed of an order of work, a whole "
-            f"number; set it to {_CHECKED}:7, for example"
+            f"number; set it to {_CHECKED}:7, for example",
+            code="SMP106",
         )
     return int(seed)
 
@@ -75,7 +77,8 @@ def device_count(environ: Mapping[str, str]) -> int | None:
     if not 1 <= number <= _MOST_DEVICES:
         raise ConfigError(
             f"{DEVICES_VARIABLE} is {show_value(text)}; it is the number of emulated devices of a host, which its ranks share if "
-            f"there are fewer than ranks: set 1 to {_MOST_DEVICES}, or leave it out for one for each rank"
+            f"there are fewer than ranks: set 1 to {_MOST_DEVICES}, or leave it out for one for each rank",
+            code="SMP106",
         )
     return number
 
@@ -94,7 +97,8 @@ def memory_limit(environ: Mapping[str, str]) -> int | None:
     if not size:
         raise ConfigError(
             f"{MEMORY_VARIABLE} is {show_value(text)}; it is the memory of each emulated device: set a number and KiB, MiB, GiB or "
-            "TiB, for example 2GiB"
+            "TiB, for example 2GiB",
+            code="SMP106",
         )
     return size
 
@@ -104,6 +108,7 @@ def wants_report(environ: Mapping[str, str]) -> bool:
     text = environ.get(REPORT_VARIABLE, "")
     if text not in ("", "0", "1"):
         raise ConfigError(
-            f"{REPORT_VARIABLE} is {show_value(text)}; it says whether ranks print figures of their emulated device: set 1 or 0"
+            f"{REPORT_VARIABLE} is {show_value(text)}; it says whether ranks print figures of their emulated device: set 1 or 0",
+            code="SMP106",
         )
     return text == "1"

@@ -135,12 +135,14 @@ def require_usable(
         raise ConfigError(
             f"instance_type is {name}, whose {known.gpu} GPUs have compute capability {facts.compute_capability}; the model "
             "parallel library needs PyTorch 2.4 or newer, which runs from 5.0 on: use a g4dn or g5 instance, or p3 and newer, for "
-            "example 'ml.g5.12xlarge'"
+            "example 'ml.g5.12xlarge'",
+            code="SMP105",
         )
     if processes_per_host is not None and processes_per_host > known.gpus:
         raise ConfigError(
             f"{setting} is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
-            f"its own; set processes_per_host to at most {known.gpus}"
+            f"its own; set processes_per_host to at most {known.gpus}",
+            code="SMP105",
         )
     return known
 
@@ -154,7 +156,8 @@ def refuse_neuron(name: str) -> None:
     if name.removeprefix("ml.").startswith(("trn", "inf")):
         raise ConfigError(
             f"instance_type is {name}, whose accelerators are AWS Neuron devices; the model parallel library "
-            "computes on NVIDIA GPUs or CPUs: use a p or g instance, for example 'ml.p4d.24xlarge'"
+            "computes on NVIDIA GPUs or CPUs: use a p or g instance, for example 'ml.p4d.24xlarge'",
+            code="SMP105",
         )
 
 

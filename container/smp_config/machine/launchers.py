@@ -162,7 +162,9 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
         raise ConfigError(
             f"two launchers say what this process is: {outer.said} come from {outer.launcher.value}, {torch.said} from "
             "another, or from the shell in which the job was started; ranks that believe one would wait for ranks of the "
-            f"other: unset {' and '.join(TRAITS[torch.launcher].place)} before the job starts, or start the ranks with one launcher"
+            f"other: unset {' and '.join(TRAITS[torch.launcher].place)} before the job starts, or start the ranks with one "
+            "launcher",
+            code="SMP107",
         )
     meets_through_mpi = outer is not None and outer.launcher.speaks_mpi
     return _several(outer if meets_through_mpi and _is_same(torch, outer) else torch)
@@ -209,7 +211,8 @@ def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
         (there, text), (missing,) = next(iter(given.items())), [name for name in names if name not in given]
         raise ConfigError(
             f"{there} is {text}, but {missing} is not set; {launcher.value} sets both in every rank, so this one is left over "
-            f"from another job, or was set by hand: set {missing} too, or unset {there}"
+            f"from another job, or was set by hand: set {missing} too, or unset {there}",
+            code="SMP107",
         )
     try:
         rank, size = (int(given[name]) for name in names)
@@ -218,7 +221,8 @@ def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
     if not 0 <= rank < size:
         raise ConfigError(
             f"{names[0]} is {given[names[0]]!r} and {names[1]} is {given[names[1]]!r}; ranks count from 0 to one less than their "
-            f"number: correct them where the job is started, or leave them to {launcher.value}"
+            f"number: correct them where the job is started, or leave them to {launcher.value}",
+            code="SMP107",
         )
     return Started(launcher, rank, size)
 
@@ -233,7 +237,8 @@ def job_secret(environ: Mapping[str, str]) -> str | None:
     if 0 < len(text) < _SECRET_CHARACTERS:
         raise ConfigError(
             f"{SECRET_VARIABLE} has {len(text)} characters, which can be guessed; the ranks of a job know each other by it: let it "
-            f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'"
+            f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'",
+            code="SMP107",
         )
     return text or None
 
@@ -259,7 +264,8 @@ def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{POD_PROCESSES_VARIABLE} is {pod} and WORLD_SIZE is {started.size}: this pod is to run {pod} ranks, but its script "
             "was started directly, as one; the training operator leaves the ranks to a launcher: let the container's command "
-            f"be '{_OUR_COMMAND}' or 'torchrun SCRIPT', or leave nprocPerNode out"
+            f"be '{_OUR_COMMAND}' or 'torchrun SCRIPT', or leave nprocPerNode out",
+            code="SMP107",
         )
     missing = _missing_meeting_place(environ)
     if not missing:
@@ -268,7 +274,8 @@ def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:
     by_hand = remedy.format(" and ".join(missing))
     raise ConfigError(
         f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set, though {started.said} say that this is one of "
-        f"{started.size} ranks; without MPI they meet at {ADDRESS_VARIABLE}:{PORT_VARIABLE}: {by_hand}"
+        f"{started.size} ranks; without MPI they meet at {ADDRESS_VARIABLE}:{PORT_VARIABLE}: {by_hand}",
+        code="SMP107",
     )
 
 

@@ -21,6 +21,7 @@ def read_shared_gpu(environ: Mapping[str, str]) -> str:
     if text not in (GLOO, NCCL):
         raise ConfigError(
             f"{VARIABLE} is {show_value(text)}; it selects how ranks that share a GPU exchange tensors: set {GLOO} (the default), "
-            f"or {NCCL} for tests"
+            f"or {NCCL} for tests",
+            code="SMP106",
         )
     return text

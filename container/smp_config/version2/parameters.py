@@ -98,20 +98,21 @@ class Version2Parameters(BaseModel):
         """
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"the parameters are {kind_of(given)}; pass a dictionary such as {{'hybrid_shard_degree': 8}}"
+                f"the parameters are {kind_of(given)}; pass a dictionary such as {{'hybrid_shard_degree': 8}}",
+                code="SMP101",
             )
         for name in given:
             if name not in cls.model_fields:
-                raise ConfigError(_unknown(name, list(cls.model_fields)))
+                raise ConfigError(_unknown(name, list(cls.model_fields)), code="SMP101")
         try:
             return cls(**given)
         except ValidationError as error:
             first = error.errors()[0]
             if not first["loc"]:
-                raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
+                raise ConfigError(first["msg"].removeprefix("Value error, "), code="SMP101") from None
             name = str(first["loc"][0])
             value = f"{show_value(first['input'])}, {kind_of(first['input'])}"
-            raise ConfigError(f"{name} is {value}; write {_ALLOWED[name]}, or leave it out") from None
+            raise ConfigError(f"{name} is {value}; write {_ALLOWED[name]}, or leave it out", code="SMP101") from None
 
     @classmethod
     def from_given(cls, given: Any) -> Version2Parameters:
@@ -126,7 +127,8 @@ class Version2Parameters(BaseModel):
             except ValueError as error:
                 raise ConfigError(
                     f"the parameters of version 2 are {show_value(given)}, which is no JSON ({error}); write one JSON object such "
-                    'as {"hybrid_shard_degree": 8}'
+                    'as {"hybrid_shard_degree": 8}',
+                    code="SMP101",
                 ) from None
         return cls.from_parameters({} if given is None else given)
 
@@ -140,9 +142,13 @@ class Version2Parameters(BaseModel):
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the parameters in {path}: {error}; it must be a JSON file") from None
+            raise ConfigError(
+                f"cannot read the parameters in {path}: {error}; it must be a JSON file", code="SMP101"
+            ) from None
         if not isinstance(content, dict):
-            raise ConfigError(f"{path} holds {kind_of(content)}; it must hold one JSON object with parameters")
+            raise ConfigError(
+                f"{path} holds {kind_of(content)}; it must hold one JSON object with parameters", code="SMP101"
+            )
         return cls.from_parameters(content)
 
     @model_validator(mode="after")

@@ -19,13 +19,15 @@ def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1) -> Top
     if world_size % tensor:
         raise ConfigError(
             f"tensor_parallel_degree is {tensor}, and {there_are}, which cannot be divided into groups of {tensor}: use one of "
-            f"{_divisors(world_size)}, or start a multiple of {tensor} processes"
+            f"{_divisors(world_size)}, or start a multiple of {tensor} processes",
+            code="SMP102",
         )
     replicas = world_size // tensor
     if replicas % expert:
         raise ConfigError(
             f"expert_parallel_degree is {expert}, and {there_are}, which cannot be divided into groups of {expert}: use one of "
-            f"{_divisors(replicas)}, or start a multiple of {expert} processes"
+            f"{_divisors(replicas)}, or start a multiple of {expert} processes",
+            code="SMP102",
         )
     replicas //= expert
     if replicas % max(1, shard):
@@ -34,7 +36,8 @@ def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1) -> Top
             beside = f", {replicas} of them with the same experts at the expert_parallel_degree {expert}"
         raise ConfigError(
             f"hybrid_shard_degree is {shard}, and {there_are}{beside}, which cannot be divided into groups of {shard}: use one of "
-            f"{_divisors(replicas)}, or 0"
+            f"{_divisors(replicas)}, or 0",
+            code="SMP102",
         )
     return Topology(world_size, tensor=tensor, sharded=max(1, shard), expert=expert)
 

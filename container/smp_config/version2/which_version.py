@@ -85,7 +85,8 @@ def refuse_version_2(parameters: Any, what: str) -> None:
     if are_of_version_2(parameters):
         raise ConfigError(
             f"the parameters are of version 2 of the library (import {OF_VERSION_2}), and {what} is for version 1: "
-            "run a few steps of the script as processes of this machine instead, with smp-estimator run or instance_type='local'"
+            "run a few steps of the script as processes of this machine instead, with smp-estimator run or instance_type='local'",
+            code="SMP101",
         )
 
 

@@ -9,9 +9,7 @@ A launcher is added to the list of detections, or to the table of what ranks kno
 from __future__ import annotations
 
 import enum
-import re
 import socket
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,12 +26,10 @@ from smp_config.machine.launchers import (
     place_of,
     started_by,
 )
+from smp_launch.machine.network import derived_port, first_host
 from smp_launch.sagemaker.environment import HOST_VARIABLE, gpu_count
 from smp_launch.sagemaker.platform_files import check_resources
 from smp_launch.sagemaker.tree import Tree
-
-#: Ports that are derived lie below those that systems give to connections (from 32768 on Linux).
-_FIRST_PORT, _PORTS = 20000, 12000
 
 #: The same in every task of a step, by which its port is derived.
 _STEP_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -193,7 +189,8 @@ def _of_started_rank(environ: Mapping[str, str], given: LauncherSettings) -> Det
         raise ConfigError(
             f"--processes is {given.processes}, but {started.said}: {started.launcher.value} has started one process for each rank "
             "already, and this is one of them; leave --processes out, and let the outer launcher start as many, or start one per "
-            "host"
+            "host",
+            code="SMP107",
         )
     return _of_rank(started, environ)
 
@@ -222,20 +219,6 @@ def place_of_step(environ: Mapping[str, str]) -> Started | None:
     return place_of(Launcher.SLURM, environ)
 
 
-def first_host(hosts: str) -> str:
-    """Return the first host of a SLURM host list: ``node03`` of ``node[03-05,09],gpu1``."""
-    first = re.split(r",(?![^\[]*\])", hosts)[0]
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def derived_port(*names: str) -> int:
-    """Return a port derived from the job's names.
-
-    All hosts of a job derive the same port. Two jobs rarely get the same one.
-    """
-    return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _PORTS
-
-
 # -- each of them ------------------------------------------------------------------------------------------------------
 
 
@@ -252,17 +235,20 @@ def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> Detected
         ]
         raise ConfigError(
             f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: --hosts, --host-rank and --master together "
-            "say where this host stands among others; give all three on every host, with another --host-rank on each, or none"
+            "say where this host stands among others; give all three on every host, with another --host-rank on each, or none",
+            code="SMP107",
         )
     if not 0 <= mine < hosts:
         raise ConfigError(
-            f"--host-rank is {mine}, but --hosts is {hosts}: hosts count from 0 to {hosts - 1}; correct one"
+            f"--host-rank is {mine}, but --hosts is {hosts}: hosts count from 0 to {hosts - 1}; correct one",
+            code="SMP107",
         )
     address, colon, port = given.master.rpartition(":")
     if not colon or not address or not is_count(port):
         raise ConfigError(
             f"--master is {given.master!r}; the ranks of all hosts meet there: write ADDRESS:PORT, with an address of the host of "
-            "--host-rank 0 that all reach, and a port that is free there"
+            "--host-rank 0 that all reach, and a port that is free there",
+            code="SMP107",
         )
     ranks = _ranks(environ, given)
     host = environ.get("SMP_HOST") or f"{socket.gethostname()}-{mine}"
@@ -292,7 +278,8 @@ def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLaun
         raise ConfigError(
             f"{_RENDEZVOUS} is {environ[_RENDEZVOUS]} and {_POD_RANK} is not set: the job has an elasticPolicy, and its pods get "
             "their numbers from torchrun's rendezvous; let the container's command be 'torchrun --no-python smp-launch run "
-            "SCRIPT', or replace elasticPolicy by a Master replica"
+            "SCRIPT', or replace elasticPolicy by a Master replica",
+            code="SMP107",
         )
     if not mine or not pods:  # operators before 1.6 set RANK and WORLD_SIZE only, of pods
         mine = mine or environ.get("RANK", "")
@@ -301,7 +288,8 @@ def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLaun
     if not has_numbers or int(mine) >= int(pods):
         raise ConfigError(
             f"this pod is number {mine!r} of {pods!r}, by {_POD_RANK} and {_PODS}, or by RANK and WORLD_SIZE; the operator sets "
-            "them where the job has a Master replica: give it one, or say --hosts, --host-rank and --master"
+            "them where the job has a Master replica: give it one, or say --hosts, --host-rank and --master",
+            code="SMP107",
         )
     address = environ.get(_POD_ADDRESS) or environ.get(ADDRESS_VARIABLE, "")
     port = environ.get(_POD_PORT) or environ.get(PORT_VARIABLE, "")
@@ -309,7 +297,8 @@ def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLaun
     if int(pods) > 1 and not has_place:
         raise ConfigError(
             f"this is pod {mine} of {pods}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}; the operator "
-            "sets both where the job has a Master replica with a container named pytorch: give it one, or set them"
+            "sets both where the job has a Master replica with a container named pytorch: give it one, or set them",
+            code="SMP107",
         )
     ranks = given.processes or _processes_of_pod(environ) or _ranks(environ, given)
     return _of_hosts(LauncherKind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
@@ -351,7 +340,8 @@ def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
         raise ConfigError(
             f"this is a task of SLURM, but {' and '.join(_STEP_VARIABLES)} are {names} and SLURM_STEP_NODELIST is {hosts!r}; "
             "srun sets them, and the host and port where the ranks meet come of them: start it with srun, or set "
-            f"{ADDRESS_VARIABLE} and {PORT_VARIABLE}"
+            f"{ADDRESS_VARIABLE} and {PORT_VARIABLE}",
+            code="SMP107",
         )
     if port:
         return address, _port(port)
@@ -405,7 +395,8 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
     if not traits.speaks_mpi and not (address and port):
         raise ConfigError(
             f"{started.said}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}, where the ranks are to meet: "
-            f"{started.launcher.value} sets them; set both to the host and a free port of rank 0"
+            f"{started.launcher.value} sets them; set both to the host and a free port of rank 0",
+            code="SMP107",
         )
     return DetectedLauncher(
         facts.kind,
@@ -444,7 +435,8 @@ def _of_sagemaker(environ: Mapping[str, str], given: LauncherSettings) -> Detect
     if here not in hosts:
         raise ConfigError(
             f"this host is {here!r}, which is not among the hosts {hosts} of {tree.config_dir / 'resourceconfig.json'}; the name "
-            f"comes from {HOST_VARIABLE} or from current_host there; set {HOST_VARIABLE} to one of the hosts"
+            f"comes from {HOST_VARIABLE} or from current_host there; set {HOST_VARIABLE} to one of the hosts",
+            code="SMP107",
         )
     asked = environ.get(PORT_VARIABLE)
     port = _port(asked) if asked else derived_port(environ.get("TRAINING_JOB_NAME", ""), *hosts)
@@ -482,7 +474,8 @@ def _host_name(environ: Mapping[str, str]) -> str:
 def _port(text: str) -> int:
     if not is_count(text) or not 0 < int(text) < 2**16:
         raise ConfigError(
-            f"{PORT_VARIABLE} is {text!r}; the ranks meet there: set a port that is free on the host of rank 0"
+            f"{PORT_VARIABLE} is {text!r}; the ranks meet there: set a port that is free on the host of rank 0",
+            code="SMP107",
         )
     return int(text)
 

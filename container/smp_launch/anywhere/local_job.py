@@ -141,7 +141,8 @@ class LocalJob:
                 raise AssertionError("this process is neither a rank nor before the ranks")
             raise LaunchError(
                 f"{starter.variable} is {environ.get(starter.variable)}, so this is {starter.place}, but no folder of PATH has "
-                f"{command[0]}, which starts its tasks; add the folder, or unset {starter.variable} to run on this machine alone"
+                f"{command[0]}, which starts its tasks; add the folder, or unset {starter.variable} to run on this machine alone",
+                code="SMP107",
             )
         else:
             passed = with_secret(passed)  # srun hands it on to all tasks
@@ -253,12 +254,14 @@ def plan(
     path = Path(script)
     if not path.is_file():
         raise ConfigError(
-            f"SCRIPT {script!r} is no file in {Path.cwd()}; give its path from there, and its own words behind it"
+            f"SCRIPT {script!r} is no file in {Path.cwd()}; give its path from there, and its own words behind it",
+            code="SMP107",
         )
     if path.suffix not in (".py", ".sh"):
         raise ConfigError(
             f"SCRIPT {script!r} ends in {path.suffix or 'nothing'!r}; .py is run with Python and .sh with bash: rename it, or "
-            "call it from a shell script"
+            "call it from a shell script",
+            code="SMP107",
         )
     job = LocalJob(surroundings, script, tuple(words), parameters, tuple(again))
     job.check()

@@ -132,7 +132,8 @@ def _parameters(
         except ValueError as error:
             raise ConfigError(
                 f"{PARAMETERS_VARIABLE} is no JSON ({error}); it holds the job's mp_parameters: correct or unset it, or give "
-                "--parameters"
+                "--parameters",
+                code="SMP107",
             ) from None
     elif surroundings.is_platform_job:
         hyperparameters = Tree.from_environment(environ).read_config("hyperparameters")

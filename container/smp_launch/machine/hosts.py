@@ -65,7 +65,8 @@ class Layout:
                     f"the model parallel library is enabled but mpi is not, so every one of the {world} host(s) would run one "
                     f"process on its own; the degrees are pipeline {degrees.pipeline_parallel_degree}, tensor "
                     f"{degrees.tensor_parallel_degree}, sharded {degrees.sharded_data_parallel_degree}; add "
-                    f'"mpi": {{"enabled": True, "processes_per_host": {max(model, 2)}}} to distribution'
+                    f'"mpi": {{"enabled": True, "processes_per_host": {max(model, 2)}}} to distribution',
+                    code="SMP201",
                 )
         if not settings.uses_mpi:
             # Without mpirun the hosts know nothing of each other; each is a world of one.
@@ -78,12 +79,14 @@ class Layout:
             raise ConfigError(
                 "processes_per_host is missing: mpi is enabled, and without the number the launcher cannot tell how many "
                 f'ranks to start on {len(hosts)} host(s); add "processes_per_host": {max(gpus, 2)} to '
-                'distribution["mpi"]'
+                'distribution["mpi"]',
+                code="SMP201",
             )
         if processes < 1:
             raise ConfigError(
                 f"processes_per_host is {processes}; every one of the {len(hosts)} host(s) starts that many ranks; "
-                "set it to 1 or more"
+                "set it to 1 or more",
+                code="SMP201",
             )
         if settings.model_parallel is not None:
             require_usable(settings.instance_type, processes)
@@ -171,5 +174,6 @@ def _refuse_too_many(processes: int, hosts: int) -> None:
     if hosts * processes > MOST_RANKS:
         raise ConfigError(
             f"the job has {hosts * processes} ranks = processes_per_host {processes} × {hosts} host(s), and no job has more than "
-            f"{MOST_RANKS:,}: lower one of the two"
+            f"{MOST_RANKS:,}: lower one of the two",
+            code="SMP201",
         )

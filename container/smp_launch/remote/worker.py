@@ -100,7 +100,8 @@ def wait_for_leader(
         raise LaunchError(
             f"host {host!r} cannot follow its leader {leader!r}: {STATUS_VARIABLE} is not set, and without the folder that "
             "both see this host would have to guess when the job ends; start simulated hosts with fit(), or set the "
-            "variable to one folder for all hosts"
+            "variable to one folder for all hosts",
+            code="SMP203",
         )
     with status_dir.following(host):
         return _wait(host, leader, stop, environ, status_dir, patience)

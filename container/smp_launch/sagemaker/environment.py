@@ -97,7 +97,8 @@ class TrainingEnvironment:
                 f"this host is {show_value(current)}, which is not among the hosts "
                 f"{show_value(hosts)}{suggest(str(current), hosts)}; the "
                 f"name comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
-                "of the hosts"
+                "of the hosts",
+                code="SMP201",
             )
         given = {**_json_of(environ, MORE_VARIABLE, dict), **tree.read_config("hyperparameters")}
         decoded = {name: decoded_hyperparameter(value) for name, value in given.items()}
@@ -108,7 +109,8 @@ class TrainingEnvironment:
         if not all(isinstance(word, str) for word in words):
             raise ConfigError(
                 f"{SCRIPT_ARGUMENTS_VARIABLE} is {show_value(words)}; it lists words of the script's command line: write each "
-                "as text"
+                "as text",
+                code="SMP201",
             )
         return cls(
             tree=tree,
@@ -180,25 +182,29 @@ class TrainingEnvironment:
             raise ConfigError(
                 f"no entry point: the hyperparameter sagemaker_program is {show_value(name)}, so the launcher does not know "
                 "what to "
-                f"start; {_held(code, self._scripts())}; give the estimator entry_point='train.py' or another of these"
+                f"start; {_held(code, self._scripts())}; give the estimator entry_point='train.py' or another of these",
+                code="SMP201",
             )
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise ConfigError(
                 f"the entry point {show_value(name)} lies outside the code folder {code}; the launcher runs what was shipped "
                 "with the "
-                "job: give entry_point a path relative to source_dir, of a file that is in it"
+                "job: give entry_point a path relative to source_dir, of a file that is in it",
+                code="SMP201",
             )
         if not os.path.isfile(code / name):
             present = self._scripts()
             raise ConfigError(
                 f"the entry point {show_value(name)} does not exist: {_held(code, present)}{suggest(name, present)}; give "
                 "entry_point a "
-                "path relative to source_dir, of a file that is in it"
+                "path relative to source_dir, of a file that is in it",
+                code="SMP201",
             )
         if Path(name).suffix not in SCRIPT_SUFFIXES:
             raise ConfigError(
                 f"the entry point {show_value(name)} is neither a Python nor a shell script: its ending is "
-                f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it"
+                f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it",
+                code="SMP201",
             )
         return name
 
@@ -217,7 +223,8 @@ class TrainingEnvironment:
                 raise ConfigError(
                     f"the data of channel {name!r} is missing: {path} does not exist{target}; "
                     f"inputdataconfig.json lists the channels {', '.join(sorted(self.channels))}; give fit() an input "
-                    f"for {name!r} that exists, such as file:///absolute/folder"
+                    f"for {name!r} that exists, such as file:///absolute/folder",
+                    code="SMP201",
                 )
 
     def user_arguments(self) -> list[str]:
@@ -339,7 +346,8 @@ def _json_of(environ: Mapping[str, str], variable: str, kind: type) -> Any:
         wanted = "object" if kind is dict else "list"
         raise ConfigError(
             f"{variable} is {show_value(text)}, which is no JSON {wanted} of usable texts{why}; what starts the launcher sets it: "
-            f"leave it to that, or write a JSON {wanted}"
+            f"leave it to that, or write a JSON {wanted}",
+            code="SMP201",
         )
     return found
 

@@ -68,7 +68,8 @@ def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSetti
     if not isinstance(config, dict):
         raise ConfigError(
             f"{CONFIG_VARIABLE} is {text[:200]!r}, which is no JSON object; ModelTrainer's scripts set it from "
-            "distributed=ModelParallel(…), which starts this program: give the job a ModelParallel, and leave the variable to it"
+            "distributed=ModelParallel(…), which starts this program: give the job a ModelParallel, and leave the variable to it",
+            code="SMP201",
         )
     # The default of ModelTrainer's own drivers if no number is given.
     config.setdefault("processes_per_host", None)
@@ -82,5 +83,6 @@ def _refuse_contradiction(configured: Any, sent: Any) -> None:
         raise ConfigError(
             f"the hyperparameter {MP_PARAMETERS} is {show_value(sent)}, and ModelParallel says {show_value(configured)}; the "
             "job would "
-            f"have to obey both: remove {MP_PARAMETERS} from the hyperparameters of ModelTrainer"
+            f"have to obey both: remove {MP_PARAMETERS} from the hyperparameters of ModelTrainer",
+            code="SMP201",
         )

@@ -50,7 +50,8 @@ def text_of(path: Path) -> str:
     if len(data) > MOST_BYTES:
         raise ConfigError(
             f"{path} has {max(about.st_size, len(data)):,} bytes; the platform describes a job in some thousand, and the launcher "
-            f"reads at most {MOST_BYTES:,}: see what has been written there, and put large content into a channel"
+            f"reads at most {MOST_BYTES:,}: see what has been written there, and put large content into a channel",
+            code="SMP201",
         )
     return data.decode("utf-8")
 
@@ -61,20 +62,23 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
     if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) for name in hosts):
         raise ConfigError(
             f"{path} has hosts={show_value(hosts)}; the launcher lays the ranks over this "
-            'list; it must be a list of host names such as ["algo-1"]'
+            'list; it must be a list of host names such as ["algo-1"]',
+            code="SMP201",
         )
     for name in hosts:
         if not _HOST.fullmatch(name):
             raise ConfigError(
                 f"{path} has the host {show_value(name)} ({len(name)} characters); its name becomes a word of mpirun's "
                 "--host: use at "
-                'most 253 letters, digits, dots, hyphens and underscores, such as "algo-1"'
+                'most 253 letters, digits, dots, hyphens and underscores, such as "algo-1"',
+                code="SMP201",
             )
     if len(set(hosts)) < len(hosts) or len(hosts) > MOST_RANKS:
         raise ConfigError(
             f"{path} has hosts={show_value(hosts)}, {len(hosts):,} names of which {len(set(hosts)):,} differ; ranks are laid "
             "over each "
-            f"host once, and over at most {MOST_RANKS:,}: list every host once"
+            f"host once, and over at most {MOST_RANKS:,}: list every host once",
+            code="SMP201",
         )
     check_names(found, path)
     interface = found.get("network_interface_name")
@@ -82,7 +86,8 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(
             f"{path} has network_interface_name={show_value(interface)}; the hosts reach one another by it, and no interface "
             "is called "
-            'that: write its name such as "eth0", or leave it out'
+            'that: write its name such as "eth0", or leave it out',
+            code="SMP201",
         )
     _check_groups(found.get("instance_groups"), path)
 
@@ -93,7 +98,8 @@ def check_names(found: Mapping[str, Any], path: Path) -> None:
         value = found.get(field)
         if value is not None and not isinstance(value, str):
             raise ConfigError(
-                f"{path} has {field}={show_value(value)}, {kind_of(value)}; it is a name: write it as text, or leave it out"
+                f"{path} has {field}={show_value(value)}, {kind_of(value)}; it is a name: write it as text, or leave it out",
+                code="SMP201",
             )
 
 
@@ -106,18 +112,22 @@ def _check_groups(groups: Any, path: Path) -> None:
         "leave it out"
     )
     if not isinstance(groups, list):
-        raise ConfigError(f"{wrong}, {kind_of(groups)}; it lists groups of hosts: {right}")
+        raise ConfigError(f"{wrong}, {kind_of(groups)}; it lists groups of hosts: {right}", code="SMP201")
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise ConfigError(f"{wrong}, and the group at {number} is {kind_of(group)}; each is an object: {right}")
+            raise ConfigError(
+                f"{wrong}, and the group at {number} is {kind_of(group)}; each is an object: {right}", code="SMP201"
+            )
         name, hosts = group.get("instance_group_name"), group.get("hosts", [])
         if not isinstance(name, str):
             raise ConfigError(
-                f"{wrong}, and the group at {number} has instance_group_name={show_value(name)}; it is called by that: {right}"
+                f"{wrong}, and the group at {number} has instance_group_name={show_value(name)}; it is called by that: {right}",
+                code="SMP201",
             )
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ConfigError(
-                f"{wrong}, and the group {name!r} has hosts={show_value(hosts)}; these are names: {right}"
+                f"{wrong}, and the group {name!r} has hosts={show_value(hosts)}; these are names: {right}",
+                code="SMP201",
             )
 
 
@@ -132,12 +142,14 @@ def check_channels(found: Mapping[str, Any], path: Path) -> None:
             raise ConfigError(
                 f"{path} has a channel called {show_value(name)}; its data lies in a folder of that name below input/data: "
                 "use at most "
-                "255 letters, digits, dots, hyphens and underscores"
+                "255 letters, digits, dots, hyphens and underscores",
+                code="SMP201",
             )
         if not isinstance(channel, Mapping):
             raise ConfigError(
                 f"{path} has {show_value(channel)}, {kind_of(channel)}, for the channel {name!r}; a channel is described by an "
-                'object: write for example {"TrainingInputMode": "File"}'
+                'object: write for example {"TrainingInputMode": "File"}',
+                code="SMP201",
             )
 
 
@@ -153,10 +165,12 @@ def check_hyperparameters(found: Mapping[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where} has a hyperparameter called {show_value(name)} ({len(name)} characters); it becomes the variable "
                 "SM_HP_… of "
-                f"that name: use a name of 1 to {_LONGEST_NAME} characters without '='"
+                f"that name: use a name of 1 to {_LONGEST_NAME} characters without '='",
+                code="SMP201",
             )
         if why := strict_json.unusable_text({name: value}):
             raise ConfigError(
                 f"{where} has the hyperparameters {shown_value(None, {name: value})}: {why}; each is handed "
-                "to the script as a word of its command line: remove that character"
+                "to the script as a word of its command line: remove that character",
+                code="SMP201",
             )

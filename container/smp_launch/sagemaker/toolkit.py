@@ -51,18 +51,21 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
     if failed == _DOWNLOAD:
         raise LaunchError(
             f"the code cannot be fetched from {source}: {reason}; host {host!r} asked for it with the job's role; "
-            "let the role read that object, and the container reach S3"
+            "let the role read that object, and the container reach S3",
+            code="SMP201",
         )
     if failed == _REQUIREMENTS:
         name = _PACKAGE_FILE if (code / _PACKAGE_FILE).is_file() else _REQUIREMENTS_FILE
         raise LaunchError(
             f"{name} cannot be installed: {reason}; pip ran on host {host!r} in the code folder; correct the file, or put what it "
-            "names into the image"
+            "names into the image",
+            code="SMP201",
         )
     if failed:
         raise LaunchError(
             f"the training toolkit failed: {reason}; it was to put the code folder {code} of host {host!r} in order; "
-            "its messages are in the log; see that the image has sagemaker-training"
+            "its messages are in the log; see that the image has sagemaker-training",
+            code="SMP201",
         )
 
 

@@ -51,7 +51,8 @@ class Tree:
         raise LaunchError(
             f"the tree of host {host!r} cannot be found: {BASE_VARIABLE} is {self.base}, and no folder of it is called "
             f"{current_host!r}; simulated hosts need one tree each, such as JOB/{current_host}/opt/ml and "
-            f"JOB/{host}/opt/ml"
+            f"JOB/{host}/opt/ml",
+            code="SMP201",
         )
 
     def place(self, value: str) -> str:
@@ -115,23 +116,27 @@ class Tree:
             raise ConfigError(
                 f"{path} cannot be read ({_reason(error)}); the platform writes it before the job starts and the folder "
                 f"holds {', '.join(present) or 'no JSON file'}; point {BASE_VARIABLE} to a job's opt/ml folder, or "
-                "start the job with fit()"
+                "start the job with fit()",
+                code="SMP201",
             ) from None
         try:
             value = strict_json.parse(text)
         except ValueError as error:
             raise ConfigError(
                 f"{path} is not JSON: {error}; it holds {len(text)} "
-                "characters and may have been cut or edited; write it again as one JSON object"
+                "characters and may have been cut or edited; write it again as one JSON object",
+                code="SMP201",
             ) from None
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{path} holds a JSON {type(value).__name__}, not an object; the launcher reads its values by name; "
-                'write it as {"name": value, ...}'
+                'write it as {"name": value, ...}',
+                code="SMP201",
             )
         if why := strict_json.unusable_text(value):
             raise ConfigError(
-                f"{path}: {why}; what it holds becomes variables, folders and words of command lines: remove that character"
+                f"{path}: {why}; what it holds becomes variables, folders and words of command lines: remove that character",
+                code="SMP201",
             )
         return value
 

@@ -79,7 +79,8 @@ def keep_standby(
         raise ConfigError(
             f"{WARM_VARIABLE} is {show_value(text)}; it says whether a process keeps the imports of ranks that are started "
             "again ready: "
-            "set 0, or 1 for yes"
+            "set 0, or 1 for yes",
+            code="SMP205",
         )
     if not wanted or text == "0" or not script.endswith(".py") or not sys.platform.startswith("linux"):
         yield Standby()

@@ -66,11 +66,17 @@ def find_running_job(name: str) -> RunningJob:
         return chosen[0]
     named = f"{name!r} " if name else ""
     if not jobs:
-        raise ConfigError(f"no job {named}of yours runs as processes of this machine: start one, or give its name")
+        raise ConfigError(
+            f"no job {named}of yours runs as processes of this machine: start one, or give its name", code="SMP205"
+        )
     there = ", ".join(job.name or "one without a name" for job in jobs)
     if not chosen:
-        raise ConfigError(f"no job {name!r} of yours runs as processes of this machine; there are: {there}")
-    raise ConfigError(f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}")
+        raise ConfigError(
+            f"no job {name!r} of yours runs as processes of this machine; there are: {there}", code="SMP205"
+        )
+    raise ConfigError(
+        f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}", code="SMP205"
+    )
 
 
 def positions_of(job: RunningJob) -> tuple[dict[int, RankPosition], HangVerdict | None]:

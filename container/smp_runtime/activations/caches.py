@@ -38,7 +38,8 @@ def without_caches(
         if _is_filled(cache, layers):
             raise SMPUserError(
                 f"the checkpointed {name} got a {type(cache).__name__} that has tokens already, and backward, which runs it again, "
-                "would add them a second time: call the model with use_cache=False, or do not checkpoint it"
+                "would add them a second time: call the model with use_cache=False, or do not checkpoint it",
+                code="SMP309",
             )
     _report(name, type(caches[0]).__name__)
     left = {key: None if is_cache(value) else value for key, value in kwargs.items()}

@@ -41,7 +41,8 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     if not callable(module):
         raise SMPUserError(
             f"checkpoint got {module!r}, {kind_of(module)}, to call; pass the module first and its arguments after it: "
-            "checkpoint(self.layer, x)"
+            "checkpoint(self.layer, x)",
+            code="SMP309",
         )
     if is_off():
         return module(*args, **kwargs)
@@ -110,12 +111,14 @@ class Strategy:
         if number is None:
             raise SMPUserError(
                 f"strategy is {name!r}, which is none of the checkpointing strategies: use 'each' (every child on its own), "
-                "'contiguous' (all neighbours on one partition together) or 'group_N' with a number, such as 'group_4'"
+                "'contiguous' (all neighbours on one partition together) or 'group_N' with a number, such as 'group_4'",
+                code="SMP309",
             )
         if (most := int(number[1])) < 1:
             raise SMPUserError(
                 f"strategy is {name!r}, but a region needs at least one child; use 'group_1' or more, or 'contiguous' for as many "
-                "as possible"
+                "as possible",
+                code="SMP309",
             )
         return cls(str(name), most)
 
@@ -150,12 +153,14 @@ def check_sequential(module: nn.Module, strategy: Strategy) -> nn.Sequential:
     if not isinstance(module, nn.Sequential):
         raise SMPUserError(
             f"checkpointing with strategies needs an nn.Sequential, but got {kind_of(module)}; make the layers an "
-            "nn.Sequential, or checkpoint them one by one"
+            "nn.Sequential, or checkpoint them one by one",
+            code="SMP309",
         )
     if strategy.most > 1 and type(module).forward is not nn.Sequential.forward:
         raise SMPUserError(
             f"strategy {strategy.name!r} puts children together, but {type(module).__name__} has a forward of its own, which "
-            "calls them in its own way; use strategy 'each', or an nn.Sequential without it"
+            "calls them in its own way; use strategy 'each', or an nn.Sequential without it",
+            code="SMP309",
         )
     return module
 

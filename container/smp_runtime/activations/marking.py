@@ -59,7 +59,8 @@ def set_activation_checkpointing(
     if not isinstance(module, nn.Module):
         raise SMPUserError(
             f"smp.set_activation_checkpointing got {module!r}, {kind_of(module)}; pass a module of the model, such as "
-            "model.module.layers"
+            "model.module.layers",
+            code="SMP309",
         )
     if sessions.is_initialized() and any(module is model for model in sessions.current_session().models):
         inner = module.module
@@ -76,7 +77,8 @@ def set_activation_checkpointing(
         given = f"strategy={strategy!r}" if how.name != "each" else "pack_args_as_tuple=True"
         raise SMPUserError(
             f"{given} was given for {kind_of(module)}, but only an nn.Sequential tells in which order its children are "
-            "called; leave it out, or make the layers an nn.Sequential"
+            "called; leave it out, or make the layers an nn.Sequential",
+            code="SMP309",
         )
     for part in module if isinstance(module, nn.ModuleList) else [module]:
         mark(part, preserve_rng_state)

@@ -66,7 +66,8 @@ class Stored:
             raise SMPUserError(
                 f"an argument of shape {list(tensor.shape)} of the checkpointed region{where} was changed in place "
                 f"{tensor._version - version} times after the region began, and backward runs the region again from it; "
-                "change a copy (x = x + y instead of x += y)"
+                "change a copy (x = x + y instead of x += y)",
+                code="SMP309",
             )
 
 

@@ -126,7 +126,8 @@ class _Region:
             raise SMPUserError(
                 f"the checkpointed region {self._label!r} calls modules of other pipeline stages, and running it again in backward "
                 "would call them again; checkpoint modules that lie on one stage as a whole, or keep these modules together "
-                "with smp.set_partition"
+                "with smp.set_partition",
+                code="SMP309",
             )
         return result
 

@@ -90,7 +90,8 @@ def save_adapters(
     if path_initial_model_for_weight_conversion is not None:
         raise SMPUserError(
             "save_pretrained got path_initial_model_for_weight_conversion, but this rank has only a part of the model, and the "
-            "conversion needs all of it: save without it, and convert the saved adapters in one process"
+            "conversion needs all of it: save without it, and convert the saved adapters in one process",
+            code="SMP402",
         )
     state, failure = adapter_state(session, model, selected_adapters, save_embedding_layers), None
     if state is not None:
@@ -142,7 +143,8 @@ def _wanted(
     if names is None:
         raise SMPUserError(
             f"the adapters cannot be saved, since PEFT could not say what belongs to them: {failure}; check the arguments of "
-            "save_pretrained"
+            "save_pretrained",
+            code="SMP402",
         )
     return frozenset(names)
 
@@ -169,7 +171,8 @@ def _taken(
         if past and (model.shards is not None or model.pipeline is not None):
             raise SMPUserError(
                 f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save "
-                "such adapters with smp.save_checkpoint, or train them with data parallelism only"
+                "such adapters with smp.save_checkpoint, or train them with data parallelism only",
+                code="SMP402",
             )
         names |= {name for value in chosen.values() if isinstance(value, TranslatedTensor) for name in value.sources}
     return names

@@ -147,7 +147,8 @@ def refuse_unpartitioned(model: DistributedModel) -> None:
     if not model.partitioned:
         raise SMPUserError(
             "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
-            "after it"
+            "after it",
+            code="SMP402",
         )
 
 
@@ -187,7 +188,8 @@ def save_pretrained(
     """
     if push_to_hub:
         raise SMPUserError(
-            "save_pretrained got push_to_hub=True, which a wrapped model cannot do; push the folder afterwards"
+            "save_pretrained got push_to_hub=True, which a wrapped model cannot do; push the folder afterwards",
+            code="SMP402",
         )
     refuse_unpartitioned(model)
     folder = local_path(save_directory, "save_directory of save_pretrained")

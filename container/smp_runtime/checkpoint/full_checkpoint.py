@@ -168,7 +168,7 @@ def resume(
         CheckpointError: the file is missing, damaged, or belongs to another model; nothing was loaded.
     """
     if tag is None:
-        raise SMPUserError("a full checkpoint is resumed by its file name, but tag is None: pass tag=")
+        raise SMPUserError("a full checkpoint is resumed by its file name, but tag is None: pass tag=", code="SMP402")
     file = folder / tag
     finished = failure_of(lambda: finish_at(file)) if session.ranks.local_rank == 0 else None
     _refuse_on_all(session, file, None if finished is None else CheckpointError(finished))

@@ -132,7 +132,8 @@ def updated_parameters(model: DistributedModel, optimizer: DistributedOptimizer)
                 raise SMPUserError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is none of the model's "
                     f"{len(model.registry)}; a checkpoint names parameters by the model's names: pass optimizer= one that was "
-                    "made from model.parameters()"
+                    "made from model.parameters()",
+                    code="SMP402",
                 ) from None
             mine: nn.Parameter | None = parameter
             flat: tuple[int, int] | None = None

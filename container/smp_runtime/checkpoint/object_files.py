@@ -112,7 +112,8 @@ def load(
     if isinstance(pickle_load_args, bool):
         raise SMPUserError(
             f"smp.load got {pickle_load_args} as its fourth argument, which is pickle_load_args; name the fifth: "
-            f"partial={pickle_load_args}"
+            f"partial={pickle_load_args}",
+            code="SMP402",
         )
     if back_compat:
         sessions.say_once(
@@ -140,6 +141,6 @@ def map_to_own_device(device: torch.device) -> Callable[[Any, str], Any]:
 def _path(session: Session, f: Any, what: str, *, partial: bool, v3: bool) -> Path:
     """Return the path of this rank's file."""
     if not isinstance(f, str):
-        raise SMPUserError(f"the file is given as {kind_of(f)}; pass its name as a string")
+        raise SMPUserError(f"the file is given as {kind_of(f)}; pass its name as a string", code="SMP402")
     local_path(f, what)
     return Path(f"{f}_{partial_suffix(session, v3=v3)}" if partial else f)

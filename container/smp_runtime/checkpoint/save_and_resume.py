@@ -106,17 +106,24 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     check_tag(tag, partial=partial)
     folder = local_path(path, "path of smp.save_checkpoint")
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
-        raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
+        raise SMPUserError(
+            f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None", code="SMP402"
+        )
     if async_save and not partial:
-        raise SMPUserError("async_save is for partial checkpoints, but partial is False; leave one of them out")
+        raise SMPUserError(
+            "async_save is for partial checkpoints, but partial is False; leave one of them out", code="SMP402"
+        )
     models = _models(session)
     if model is None and len(models) != 1:
-        raise SMPUserError(f"{len(models)} wrapped models are alive, so it is not clear which one to save: pass model=")
+        raise SMPUserError(
+            f"{len(models)} wrapped models are alive, so it is not clear which one to save: pass model=", code="SMP402"
+        )
     chosen = model or models[0]
     if not chosen.partitioned:
         raise SMPUserError(
             "the model was not partitioned yet, so there is nothing to save: its weights get their place in the first step; save "
-            "after it"
+            "after it",
+            code="SMP402",
         )
     if optimizer is None and (partial or model is None):  # a full model that is asked for by itself is one file
         optimizer = _optimizer(session)
@@ -148,7 +155,9 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
 
 def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and not hasattr(optimizer, "original_groups"):
-        raise SMPUserError(f"optimizer= is {kind_of(optimizer)}; pass what smp.DistributedOptimizer returned")
+        raise SMPUserError(
+            f"optimizer= is {kind_of(optimizer)}; pass what smp.DistributedOptimizer returned", code="SMP402"
+        )
 
 
 def memory_checkpoint(
@@ -186,7 +195,9 @@ def memory_checkpoint(
         return False
     models = _models(session)
     if model is None and len(models) != 1:
-        raise SMPUserError(f"{len(models)} wrapped models are alive, so it is not clear which one to keep: pass model=")
+        raise SMPUserError(
+            f"{len(models)} wrapped models are alive, so it is not clear which one to keep: pass model=", code="SMP402"
+        )
     chosen, updates = model or models[0], optimizer or _optimizer(session)
     _check_optimizer(updates)
     if not chosen.partitioned:
@@ -279,7 +290,8 @@ def resume_from_checkpoint(
     if len(models) != 1:
         raise SMPUserError(
             f"{len(models)} wrapped models are alive, so it is not clear which one to load into: keep a reference to "
-            "the one that smp.DistributedModel returned"
+            "the one that smp.DistributedModel returned",
+            code="SMP402",
         )
     model, optimizer = models[0], _optimizer(session) if load_optimizer else None
     if not partial and (adapters := find_adapters(model, folder, tag)):
@@ -440,15 +452,19 @@ def check_tag(tag: str, *, partial: bool = True) -> None:
         SMPUserError: it cannot, or it is reserved.
     """
     if not tag.isprintable() or not is_plain_name(tag) or tag.startswith("."):
-        raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")
+        raise SMPUserError(
+            f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'", code="SMP402"
+        )
     if len(tag.encode()) > _LONGEST_TAG:
         raise SMPUserError(
-            f"the tag {tag[:20]!r}… has {len(tag.encode()):,} bytes, but it becomes part of file names: use at most {_LONGEST_TAG}"
+            f"the tag {tag[:20]!r}… has {len(tag.encode()):,} bytes, but it becomes part of file names: use at most {_LONGEST_TAG}",
+            code="SMP402",
         )
     if _is_reserved(tag, partial=partial):
         raise SMPUserError(
             f"the tag is {tag!r}, which is the name of a file that belongs to checkpoints themselves, and would be taken for it: "
-            "use another, such as the number of steps"
+            "use another, such as the number of steps",
+            code="SMP402",
         )
 
 

@@ -220,7 +220,8 @@ class ControlPlane:
                 self._send_part(None, source, channel)
             raise SMPUserError(
                 f"rank {self.rank} has called {mine}{at}, but rank {source} {theirs}; make the same calls on every rank, in the "
-                "same order: look for an `if` on the rank around one of the two"
+                "same order: look for an `if` on the rank around one of the two",
+                code="SMP311",
             )
         return payload
 
@@ -289,9 +290,11 @@ class ControlPlane:
 
     def _peer(self, rank: int, verb: str) -> int:
         if not 0 <= rank < self.size:
-            raise SMPUserError(f"cannot {verb} rank {rank}: this job has ranks 0 to {self.size - 1}")
+            raise SMPUserError(f"cannot {verb} rank {rank}: this job has ranks 0 to {self.size - 1}", code="SMP311")
         if rank == self.rank:
-            raise SMPUserError(f"rank {rank} cannot {verb} itself: name another rank from 0 to {self.size - 1}")
+            raise SMPUserError(
+                f"rank {rank} cannot {verb} itself: name another rank from 0 to {self.size - 1}", code="SMP311"
+            )
         return rank
 
 

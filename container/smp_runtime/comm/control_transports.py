@@ -66,11 +66,11 @@ class SoloTransport:
 
     def send(self, payload: Any, dest: int, channel: int) -> None:
         """See :class:`Carrier`."""
-        raise SMPUserError(f"cannot send to rank {dest}: this job has one process")
+        raise SMPUserError(f"cannot send to rank {dest}: this job has one process", code="SMP311")
 
     def receive(self, source: int, channel: int) -> Any:
         """See :class:`Carrier`."""
-        raise SMPUserError(f"cannot receive from rank {source}: this job has one process")
+        raise SMPUserError(f"cannot receive from rank {source}: this job has one process", code="SMP311")
 
     def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""

@@ -96,7 +96,8 @@ def refuse_unusable_gpus(environ: Mapping[str, str]) -> None:
         why = f"is built for CUDA {torch.version.cuda} and {_why_no_cuda()}; see what nvidia-smi reports, and update the driver"
     raise SMPUserError(
         f"this host has {len(files)} GPU{'s' * (len(files) != 1)} ({files[0]}{' …' * (len(files) > 1)}), but PyTorch "
-        f"{torch.__version__} {why}; or set {device_files.VISIBLE_VARIABLE}= (empty) to train on the CPU"
+        f"{torch.__version__} {why}; or set {device_files.VISIBLE_VARIABLE}= (empty) to train on the CPU",
+        code="SMP311",
     )
 
 
@@ -193,7 +194,8 @@ def choose_backend(
     requested = parameters.ddp_dist_backend
     if collective_backends.needs_gpu(requested) and device.type != "cuda":
         raise SMPUserError(
-            f'ddp_dist_backend is "{requested}", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
+            f'ddp_dist_backend is "{requested}", but this process has no CUDA device; use "auto" or "gloo" on CPU instances',
+            code="SMP311",
         )
     takes_one_rank = device.type == "cuda" and collective_backends.traits_on_gpus(requested).takes_one_rank_per_gpu
     if takes_one_rank and shared == shared_gpu.GLOO and (sharing := sharing_ranks(visible)):
@@ -201,7 +203,8 @@ def choose_backend(
             raise SMPUserError(
                 f'ddp_dist_backend is "{requested}", which takes one rank per GPU, but {_crowd(visible, sharing)}; start at '
                 'most one process per GPU, or set ddp_dist_backend to "auto" or "gloo" '
-                f"({shared_gpu.VARIABLE}={shared_gpu.NCCL} allows it for tests)"
+                f"({shared_gpu.VARIABLE}={shared_gpu.NCCL} allows it for tests)",
+                code="SMP311",
             )
         return collective_backends.HOST_BACKEND
     chosen = collective_backends.chosen_backend(parameters, hosts, instance_type)
@@ -226,7 +229,8 @@ def choose_host_collectives(
     if parameters.host_collectives and not on_cpus:
         raise SMPUserError(
             f"host_collectives is true, but this rank computes on {device} with the collectives of {backend}; ranks share "
-            "host memory in jobs on CPUs: remove host_collectives"
+            "host memory in jobs on CPUs: remove host_collectives",
+            code="SMP311",
         )
     return parameters.host_collectives
 
@@ -265,7 +269,8 @@ def let_nccl_share(rank: int, machines: Sequence[str]) -> None:
         raise SMPUserError(
             f"{shared_gpu.VARIABLE} is {shared_gpu.NCCL}, but the {len(machines)} ranks are on {len(set(machines))} machines or "
             "containers with networks of their own; with it ranks reach each other over the loopback interface only: unset it, "
-            "or start all ranks on one machine"
+            "or start all ranks on one machine",
+            code="SMP311",
         )
     os.environ.update(nccl_sharing_variables(rank, nccl_version()))
 

@@ -87,19 +87,21 @@ class Messages:
     def _members(self, group: CommGroup) -> list[int]:
         if not isinstance(group, CommGroup):
             raise SMPUserError(
-                f"group is {group!r}, {kind_of(group)}; pass a member of smp.CommGroup such as smp.WORLD"
+                f"group is {group!r}, {kind_of(group)}; pass a member of smp.CommGroup such as smp.WORLD", code="SMP311"
             )
         return self._topology.group_of(group.value, self._control.rank)
 
     def _global_rank(self, rank: int, rank_type: RankType) -> int:
         if not isinstance(rank_type, RankType):
             raise SMPUserError(
-                f"rank_type is {rank_type!r}; pass a member of smp.RankType such as smp.RankType.WORLD_RANK"
+                f"rank_type is {rank_type!r}; pass a member of smp.RankType such as smp.RankType.WORLD_RANK",
+                code="SMP311",
             )
         members = self._topology.group_of(rank_type.value, self._control.rank)
         if not 0 <= rank < len(members):
             raise SMPUserError(
                 f"{rank_type.name} {rank} does not exist: this rank's group has the {len(members)} ranks "
-                f"0 to {len(members) - 1} (global ranks {members})"
+                f"0 to {len(members) - 1} (global ranks {members})",
+                code="SMP311",
             )
         return members[rank]

@@ -83,7 +83,8 @@ class _Writer(pickle.Pickler):
             f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: these ranks have no secret by "
             "which they would know their messages from those of a stranger, so that only data is read (numbers, texts, containers, "
             f"tensors, arrays); send data, start the job with 'smp-launch run SCRIPT' or mpirun, or set {SECRET_VARIABLE} to one "
-            "random text on all hosts (docs/security.md)"
+            "random text on all hosts (docs/security.md)",
+            code="SMP311",
         )
 
 

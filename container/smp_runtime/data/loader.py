@@ -82,7 +82,8 @@ class DataLoader(torch_data.DataLoader[Any]):
             raise SMPUserError(
                 f"smp.data.DataLoader got sampler={sampler!r} and batch_sampler={batch_sampler!r}, but it takes a "
                 "smp.data.DistributedSampler, or a BatchSampler of PyTorch over one: of another order nobody could say which "
-                "samples were trained; leave both out, or use PyTorch's DataLoader"
+                "samples were trained; leave both out, or use PyTorch's DataLoader",
+                code="SMP310",
             )
         if batch_size is not None and batch_sampler is None and kept:
             batch_size = batch_of_now(batch_size, source.num_replicas)
@@ -93,7 +94,8 @@ class DataLoader(torch_data.DataLoader[Any]):
             self.generator = torch.Generator()
         if not getattr(self, "in_order", True):
             raise SMPUserError(
-                "in_order=False hands out batches in any order; leave it out, so that each is read exactly once"
+                "in_order=False hands out batches in any order; leave it out, so that each is read exactly once",
+                code="SMP310",
             )
         if isinstance(source, DistributedStream):
             _refuse_if_divided(source.dataset, self.num_workers)
@@ -190,5 +192,6 @@ def _refuse_if_divided(dataset: Any, workers: int) -> None:
         raise SMPUserError(
             f"a {type(dataset).__qualname__} of the library datasets divides itself among the {workers} workers, which then "
             "have other samples than the order says; use num_workers=0, or a data set of your own that iterates over it in one "
-            "process"
+            "process",
+            code="SMP310",
         )

@@ -48,7 +48,8 @@ def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int
     if not 0 <= rank < num_replicas:
         raise SMPUserError(
             f"rank is {rank} and num_replicas {num_replicas}, but ranks count from 0 to {num_replicas - 1}; leave both out, "
-            "and the job's own are taken"
+            "and the job's own are taken",
+            code="SMP310",
         )
     return num_replicas, rank
 
@@ -206,7 +207,8 @@ class SampleSource:
         if None not in (here, there) and here != there:
             raise SMPUserError(
                 f"the job that was saved read a data set of {there:,} samples, but this one has {here:,}, so that the order is "
-                "another one; give the same data set, or another name= to begin a new one at its beginning"
+                "another one; give the same data set, or another name= to begin a new one at its beginning",
+                code="SMP310",
             )
 
 
@@ -215,7 +217,8 @@ def _check_numbers(state: Any) -> None:
     if not _is_position(state):
         raise SMPUserError(
             f"the state of a data set is {str(state)[:200]}, but has whole numbers for epoch, index, seed and samples; pass what "
-            "state_dict() gave"
+            "state_dict() gave",
+            code="SMP310",
         )
 
 

@@ -137,7 +137,8 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
                         f"a {type(loader).__module__}.{type(loader).__qualname__} with {loader.num_workers} workers draws from "
                         "smp.data.DistributedSampler: it reads ahead of the training, so that a checkpoint could not tell which "
                         "samples were trained; use smp.data.DataLoader, which takes the same arguments, or kept=False if no "
-                        "checkpoint is to keep the position"
+                        "checkpoint is to keep the position",
+                        code="SMP310",
                     )
                 return
             frame = frame.f_back

@@ -105,7 +105,8 @@ class DistributedStream(IterableDataset[Any], SampleSource):
         if info is not None:
             raise SMPUserError(
                 f"a loader with {info.num_workers} workers reads smp.data.DistributedStream ahead of the training, so that a "
-                "checkpoint could not tell which samples were trained; use smp.data.DataLoader, which takes the same arguments"
+                "checkpoint could not tell which samples were trained; use smp.data.DataLoader, which takes the same arguments",
+                code="SMP310",
             )
         seen = -1
         while seen != self.times_regrouped:  # after a regrouping, other ranks continue from the job's position

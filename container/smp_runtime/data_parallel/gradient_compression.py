@@ -60,7 +60,8 @@ class _CompressionState:
         group = self.process_group or getattr(bucket, "process_group", None) or dist.group.WORLD
         if group is None:
             raise SMPUserError(
-                "a communication hook averages over ranks, but no process group was made; call smp.init() first"
+                "a communication hook averages over ranks, but no process group was made; call smp.init() first",
+                code="SMP303",
             )
         return group, getattr(bucket, "collectives", None) or TorchCollectives()
 
@@ -173,11 +174,13 @@ class SparseState(_CompressionState):
         for value in (density, *warm_up):
             if not 0 < value <= 1:
                 raise SMPUserError(
-                    f"a density of {value} was given; it is the share of elements that are sent: use for example 0.01"
+                    f"a density of {value} was given; it is the share of elements that are sent: use for example 0.01",
+                    code="SMP303",
                 )
         if not 0 <= momentum < 1:
             raise SMPUserError(
-                f"momentum is {momentum}; it is the share of the former gradients that is kept: use for example 0.9"
+                f"momentum is {momentum}; it is the share of the former gradients that is kept: use for example 0.9",
+                code="SMP303",
             )
         self._density = density
         self.momentum = momentum

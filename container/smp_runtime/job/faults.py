@@ -29,6 +29,8 @@ logger = logging.getLogger("smp")
 class InjectedFault(SMPRuntimeError):
     """The error of a fault of the kind ``raise``."""
 
+    code = "SMP507"
+
 
 class Injector:
     """The injector of a rank's faults, each of them when the rank enters the fault's phase.

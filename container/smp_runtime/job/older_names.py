@@ -38,7 +38,8 @@ def hvd_average_grads() -> None:
     if not ranks.cfg.ddp and ranks.size(Group.DP) > 1:
         raise SMPUserError(
             f"smp.hvd_average_grads() was to average gradients over {ranks.size(Group.DP)} ranks by Horovod, which this library "
-            'does not have; set "ddp": True, which averages them when the step ends, and remove the call'
+            'does not have; set "ddp": True, which averages them when the step ends, and remove the call',
+            code="SMP303",
         )
     sessions.say_once("smp.hvd_average_grads() ignored: the gradients are averaged when the step ends; remove the call")
 
@@ -51,7 +52,7 @@ def verify(*args: Any, **kwargs: Any) -> NoReturn:
     Raises:
         SMPUserError: always; it names a function that compares models.
     """
-    raise SMPUserError(_OF_TESTS.format(name="verify"))
+    raise SMPUserError(_OF_TESTS.format(name="verify"), code="SMP303")
 
 
 def dump_model(*args: Any, **kwargs: Any) -> NoReturn:
@@ -60,7 +61,7 @@ def dump_model(*args: Any, **kwargs: Any) -> NoReturn:
     Raises:
         SMPUserError: always; it names a function that writes models.
     """
-    raise SMPUserError(_OF_TESTS.format(name="dump_model"))
+    raise SMPUserError(_OF_TESTS.format(name="dump_model"), code="SMP303")
 
 
 _OF_TESTS = (

@@ -262,12 +262,14 @@ def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> Agreed
         if one.settings != everyone[0].settings:
             raise ConfigError(
                 f"rank {rank} was configured with {one.settings}, but rank 0 with {everyone[0].settings}; every rank must read "
-                f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
+                f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}",
+                code="SMP303",
             )
         if one.shared_gpu != everyone[0].shared_gpu:
             raise ConfigError(
                 f"{VARIABLE} is {one.shared_gpu} on rank {rank}, but {everyone[0].shared_gpu} on rank 0; set it to the same on "
-                "all ranks"
+                "all ranks",
+                code="SMP303",
             )
     host = everyone[control.rank].host
     # Of a job with several, no rank may decide by its own: they would not choose the same backend.

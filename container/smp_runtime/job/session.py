@@ -369,7 +369,8 @@ def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise SMPUserError(
             f"smp.init() got {config!r}, {kind_of(config)}; pass a dictionary of parameters such as "
-            '{"ddp": True}, or nothing'
+            '{"ddp": True}, or nothing',
+            code="SMP303",
         )
     settings = dict(config)
     if "partitions" in settings and "pipeline_parallel_degree" not in settings:

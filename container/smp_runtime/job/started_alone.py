@@ -27,7 +27,8 @@ def require_ranks(parameters: ModelParallelParameters) -> None:
     raise ConfigError(
         f"one replica needs {needed} processes (pipeline_parallel_degree {parameters.pipeline_parallel_degree} × "
         f"tensor_parallel_degree {parameters.tensor_parallel_degree} = {needed}), and this script was started as one; start it "
-        f"with: smp-launch run --processes {needed} {name}"
+        f"with: smp-launch run --processes {needed} {name}",
+        code="SMP102",
     )
 
 

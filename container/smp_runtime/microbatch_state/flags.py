@@ -111,7 +111,8 @@ class ModuleFlags:
                 raise SMPUserError(
                     f"parameter {full!r} has requires_grad={bool(mine)} on pipeline stage {stage}, where it lies, but "
                     f"requires_grad={bool(theirs)} on stage {root_stage}, which runs the step function; freeze and unfreeze "
-                    "parameters between steps, and on every rank alike: for p in model.parameters(): p.requires_grad_(...)"
+                    "parameters between steps, and on every rank alike: for p in model.parameters(): p.requires_grad_(...)",
+                    code="SMP303",
                 )
 
     def step_function_ended(self, microbatch: int) -> None:
@@ -151,7 +152,8 @@ class ModuleFlags:
                 f"module {path!r} of pipeline stage {self._stage_of(path)} was called on stage {self._stage} after requires_grad "
                 f"of its parameter {part.foreign[changed][1]!r} was set to {bool(requires[changed])} inside the step, which its "
                 "own stage does not see; freeze and unfreeze parameters between steps, on every rank, or detach what must not "
-                "get gradients"
+                "get gradients",
+                code="SMP303",
             )
         return _training(part.modules)
 

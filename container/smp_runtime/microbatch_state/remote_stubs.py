@@ -135,7 +135,8 @@ class RemoteStubAttribute:
                 _refuse_use(each)
         raise SMPUserError(
             "a torch function got an attribute of a module on another pipeline stage, which is set there alone; "
-            "return the value from the module's forward instead"
+            "return the value from the module's forward instead",
+            code="SMP303",
         )
 
     def __format__(self, format_spec: str) -> str:
@@ -150,7 +151,8 @@ def _refuse_use(attribute: RemoteStubAttribute, *args: Any, **kwargs: Any) -> No
     name, path, stage = (vars(attribute)[key] for key in ("_name", "_path", "_stage"))
     raise SMPUserError(
         f"attribute {name!r} of module {path!r} is used here, but the module sets it while it runs, and it runs on pipeline stage "
-        f"{stage}, another one; return the value from its forward instead, or put both modules on one stage with smp.set_partition"
+        f"{stage}, another one; return the value from its forward instead, or put both modules on one stage with smp.set_partition",
+        code="SMP303",
     )
 
 
@@ -335,7 +337,8 @@ def _refuse_mixing(tensor: RemoteStub, name: str) -> NoReturn:
         f"{name} got {what} together with a tensor of this rank, but it lies on pipeline stage {stage}, another one, and this "
         "rank has only its shape; put what is used together on one stage with smp.set_partition, call the module that has it "
         f"instead of using it directly, or, between steps, run this only where it is (if smp.pp_rank() == {stage}, or over "
-        "model.local_parameters())"
+        "model.local_parameters())",
+        code="SMP303",
     )
 
 
@@ -344,7 +347,8 @@ def _refuse_elements(tensor: RemoteStub, name: str) -> NoReturn:
     raise SMPUserError(
         f"{name} needs the elements of {what}, but it lies on pipeline stage {stage}, another one, and this rank has only its "
         f"shape; run this on the rank that has it (if smp.pp_rank() == {stage}), go over model.local_parameters(), or take the "
-        "value from model.state_dict(), which gathers all stages' on every rank"
+        "value from model.state_dict(), which gathers all stages' on every rank",
+        code="SMP303",
     )
 
 

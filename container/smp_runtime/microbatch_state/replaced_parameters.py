@@ -106,7 +106,8 @@ def _refuse(parameter: ReplacedParameter, name: str) -> NoReturn:
     raise SMPUserError(
         f"{name} got a parameter of shape {list(parameter.shape)} of the {parameter.owner} that the script has made, but tensor "
         "parallelism has replaced that module: its weights and gradients are in the model that smp.DistributedModel returned; use "
-        "that one (with Trainer trainer.model_wrapped, and trainer.save_model to save), or its state_dict() for whole weights"
+        "that one (with Trainer trainer.model_wrapped, and trainer.save_model to save), or its state_dict() for whole weights",
+        code="SMP303",
     )
 
 

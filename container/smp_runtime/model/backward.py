@@ -53,7 +53,8 @@ class Backward:
         if pipeline is not None and step.microbatch is None:
             raise SMPUserError(
                 "model.backward was called outside a step, but with pipeline parallelism gradients flow over several ranks; call "
-                "it in the function decorated with smp.step, right after the loss"
+                "it in the function decorated with smp.step, right after the loss",
+                code="SMP303",
             )
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         self._checks.note_losses(outputs)
@@ -128,7 +129,8 @@ def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[to
         if gradient is None and not is_scalar:
             raise SMPUserError(
                 f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
-                "loss, or pass its gradient in grad_tensors"
+                "loss, or pass its gradient in grad_tensors",
+                code="SMP303",
             )
         if scale != 1.0:
             seed = torch.ones_like(output) if gradient is None else gradient
@@ -149,7 +151,8 @@ def _refuse(**given: Any) -> None:
         raise SMPUserError(
             f"model.backward got {', '.join(names)}, but with pipeline parallelism a microbatch's graph lies on several ranks, "
             "each of which runs its part once and frees it; sum the losses and call model.backward(sum) once per microbatch, "
-            "without these arguments"
+            "without these arguments",
+            code="SMP303",
         )
 
 
@@ -171,5 +174,6 @@ def _advising(splits: bool) -> Iterator[None]:
         keep = "" if splits else ", or pass retain_graph=True to the first call"
         raise SMPUserError(
             "model.backward went through a graph a second time (or a saved tensor in it was read after backward), but backward "
-            f"frees a graph as it runs; sum the losses and call model.backward(sum) once per microbatch{keep}"
+            f"frees a graph as it runs; sum the losses and call model.backward(sum) once per microbatch{keep}",
+            code="SMP303",
         ) from error

@@ -64,7 +64,8 @@ def model_creation(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise SMPUserError(
-            f"model_creation got dtype={dtype}; parameters are floating point: use for example torch.float16"
+            f"model_creation got dtype={dtype}; parameters are floating point: use for example torch.float16",
+            code="SMP303",
         )
     with (
         unchanged_default_dtype(),
@@ -126,7 +127,8 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
         raise SMPUserError(
             f"smp.set_partition put {f'module {path!r}' if path else 'the model'} on stage {pp_rank}, but it lies on stage {stage} "
             "already: the model was partitioned in its first step, or when a checkpoint brought its partition, and parameters do "
-            "not move afterwards; call smp.set_partition between smp.DistributedModel and the first step"
+            "not move afterwards; call smp.set_partition between smp.DistributedModel and the first step",
+            code="SMP303",
         )
     manual_of(session).set_partition(module, pp_rank)
 
@@ -161,12 +163,14 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(
-            f"smp.compile got {module!r}, {kind_of(module)}; pass a module of the model, such as model.layers"
+            f"smp.compile got {module!r}, {kind_of(module)}; pass a module of the model, such as model.layers",
+            code="SMP303",
         )
     for model in sessions.current_session().models if sessions.is_initialized() else []:
         if any(part is module for part in model.module.modules()):
             raise SMPUserError(
                 f"smp.compile got {kind_of(module)} of a model that is wrapped already, whose modules have their place; "
-                "call it before smp.DistributedModel"
+                "call it before smp.DistributedModel",
+                code="SMP303",
             )
     compiled_blocks.mark(module, backend)

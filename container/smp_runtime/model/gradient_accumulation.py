@@ -167,13 +167,14 @@ class GradientAccumulation:
                     "sharded_data_parallel_degree, or no hook"
                 )
             )
-            raise SMPUserError(f"register_comm_hook {how} {why}")
+            raise SMPUserError(f"register_comm_hook {how} {why}", code="SMP303")
         ranks = self._ranks
         if self._deliver is not None and ranks.size(Group.TP) > 1 and not ranks.cfg.prescaled_batch:
             raise SMPUserError(
                 "register_comm_hook averages a bucket over one group of ranks, but with shard_optimizer_state and a batch per rank "
                 f"of {ranks.size(Group.TP)} tensor parallel ranks distributed and ordinary layers have different ones; set "
-                '"prescaled_batch": True, or register no hook'
+                '"prescaled_batch": True, or register no hook',
+                code="SMP303",
             )
         state, hook = self.hook
 
@@ -261,14 +262,16 @@ class GradientAccumulation:
             raise SMPUserError(
                 "optimizer.step() or clipping came inside model.no_sync(), where gradients are not averaged, but with sharded "
                 "state each rank updates its part of every weight for all of them; run the last backward pass before the update "
-                "outside no_sync()"
+                "outside no_sync()",
+                code="SMP303",
             )
         self._unreduced = 0
         if self.is_joined:
             raise SMPUserError(
                 f"optimizer.step() came after {unreduced} of backward_passes_per_step={self._passes_per_reduction} passes inside "
                 "model.join(), where ranks that are done cannot reduce these gradients; update after complete groups of passes "
-                "only, or leave backward_passes_per_step out"
+                "only, or leave backward_passes_per_step out",
+                code="SMP303",
             )
         self._reduce_now()
         self._passes = 0
@@ -354,7 +357,8 @@ class GradientAccumulation:
             raise SMPUserError(
                 f"rank {self._ranks.rank} ran no backward pass in this step, but the data parallel ranks {others} did, and with "
                 "sharded data parallelism they need its part of the parameters then; run backward on every rank, of a loss "
-                "multiplied by 0 where a rank has nothing to learn"
+                "multiplied by 0 where a rank has nothing to learn",
+                code="SMP303",
             )
         return bool(positions)
 
@@ -375,5 +379,6 @@ def _check_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup)
         raise SMPUserError(
             f"the communication hook averages over the ranks {theirs}, but of some parameters only the ranks {wanted} have "
             "replicas; give it smp.get_dp_process_group(), or with tensor parallelism take a hook of smp.comm_hooks, whose state "
-            "needs no group"
+            "needs no group",
+            code="SMP303",
         )

@@ -41,20 +41,26 @@ def check_arguments(
         SMPUserError: one is out of its range.
     """
     if not isinstance(module, nn.Module):
-        raise SMPUserError(f"smp.DistributedModel wraps an nn.Module, but got {kind_of(module)}: pass the model")
+        raise SMPUserError(
+            f"smp.DistributedModel wraps an nn.Module, but got {kind_of(module)}: pass the model", code="SMP303"
+        )
     if trace_device not in ("cpu", "gpu"):
-        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
+        raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'", code="SMP303")
     if trace_execution_times and trace_device == "cpu":
         raise SMPUserError(
             "trace_execution_times is true but trace_device is 'cpu', whose times say nothing about the GPU; "
-            "use trace_device='gpu' or leave execution times off"
+            "use trace_device='gpu' or leave execution times off",
+            code="SMP303",
         )
     if backward_passes_per_step < 1:
         raise SMPUserError(
-            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more"
+            f"backward_passes_per_step is {backward_passes_per_step}; it counts accumulated steps: use 1 or more",
+            code="SMP303",
         )
     if bucket_cap_mb <= 0:
-        raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
+        raise SMPUserError(
+            f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25", code="SMP303"
+        )
 
 
 def register_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
@@ -85,5 +91,6 @@ def check_shared(module: nn.Module, others: Sequence[TrainedModel], ranks: Ranks
         raise SMPUserError(
             f"{', '.join(shared[:3])}{more} of the {type(module).__name__} belong to another wrapped model, too, but with "
             f"{' and '.join(active)} a parameter has one place, one shard and one optimizer; make both models parts of one "
-            "nn.Module, and wrap that"
+            "nn.Module, and wrap that",
+            code="SMP303",
         )

@@ -76,7 +76,8 @@ class Replicas:
             raise SMPUserError(
                 f"model.cpu() has {what} the CPU, but this rank trains {'its part ' if is_copied else ''}on "
                 f"{self._ranks.device}; {goes_on}, or model.eval() to evaluate it, or save model.state_dict() without moving the "
-                "model"
+                "model",
+                code="SMP303",
             )
         if self._placed.known is not None:
             self._placed.known.check()
@@ -85,7 +86,8 @@ class Replicas:
                 name = self._part.registry.record_of(parameter).name
                 raise SMPUserError(
                     f"{name} was frozen when the model was wrapped and has requires_grad now; nothing would average its "
-                    "gradient: unfreeze it before smp.DistributedModel, and freeze it after, if it must change"
+                    "gradient: unfreeze it before smp.DistributedModel, and freeze it after, if it must change",
+                    code="SMP303",
                 )
         if self._placed.sharded_state is not None:
             self._placed.sharded_state.take_back_gradients()
@@ -177,22 +179,26 @@ class Replicas:
         """See :meth:`.DistributedModel.join`."""
         if not divide_by_initial_world_size:
             raise SMPUserError(
-                "join() divides gradients by all ranks; divide_by_initial_world_size=False is not supported"
+                "join() divides gradients by all ranks; divide_by_initial_world_size=False is not supported",
+                code="SMP303",
             )
         if self._placed.sharded_state is not None and enable:
             raise SMPUserError(
                 "join() lets ranks skip updates, but with shard_optimizer_state every rank updates a part of each parameter; "
-                "turn shard_optimizer_state off, or give all ranks the same number of batches"
+                "turn shard_optimizer_state off, or give all ranks the same number of batches",
+                code="SMP303",
             )
         if self._ranks.cfg.fp16 and enable:
             raise SMPUserError(
                 "join() lets ranks leave the loop, but with fp16 all ranks agree on overflows in every step; use bf16, or "
-                "give all ranks the same number of batches"
+                "give all ranks the same number of batches",
+                code="SMP303",
             )
         if self._ranks.cfg.fp8 and enable:
             raise SMPUserError(
                 "join() lets ranks leave the loop, but with fp8 all ranks agree on scales in every update; turn fp8 off, or give "
-                "all ranks the same number of batches"
+                "all ranks the same number of batches",
+                code="SMP303",
             )
         if not self._window.reduces or not enable:
             yield

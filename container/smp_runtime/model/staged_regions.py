@@ -92,7 +92,8 @@ class RegionPlacement:
         )
         if self._is_manual:
             raise SMPUserError(
-                f"{text}; checkpoint the modules inside it, or set all of it to one stage with smp.partition or smp.set_partition"
+                f"{text}; checkpoint the modules inside it, or set all of it to one stage with smp.partition or smp.set_partition",
+                code="SMP303",
             )
         self._told.add(path)
         if self.pipeline.is_root and self._context.replica == 0:

@@ -198,7 +198,8 @@ class ModelState:
                 raise SMPUserError(
                     f"{name} has no values before the first step of a pipeline: it is on the meta device, and was not recorded by "
                     "smp.delay_param_initialization() or smp.model_creation(); create the whole model in one of them, or read "
-                    "the state behind the first step"
+                    "the state behind the first step",
+                    code="SMP303",
                 )
             state[name] = computed
 
@@ -222,7 +223,8 @@ class ModelState:
         if assign and (known or not partitioned):
             raise SMPUserError(
                 "load_state_dict(assign=True) replaces parameters, which gradient reduction and the optimizer already know; "
-                "leave assign at False"
+                "leave assign at False",
+                code="SMP303",
             )
         module, optimizer_shards = self._part.module, self._placed.optimizer_shards or {}
         partial = PARTIAL_KEY in state_dict
@@ -279,7 +281,8 @@ class ModelState:
         if strict and (missing or unexpected):
             raise SMPOperationError(
                 f"the state does not fit stage {part.stage} of the {type(part.module).__name__}: missing {missing}, unexpected "
-                f"{unexpected}; load the state of this model, or pass strict=False"
+                f"{unexpected}; load the state of this model, or pass strict=False",
+                code="SMP303",
             )
         return IncompatibleKeys(missing, unexpected)
 
@@ -305,7 +308,8 @@ def _refuse_without_values(state: Mapping[str, Any]) -> None:
     if empty:
         raise SMPUserError(
             f"the state to load has no values for {len(empty)} of its {len(state)} entries, the first {empty[0]}: they are on the "
-            "meta device; take the state from model.state_dict() of the wrapped model, or from a file"
+            "meta device; take the state from model.state_dict() of the wrapped model, or from a file",
+            code="SMP303",
         )
 
 

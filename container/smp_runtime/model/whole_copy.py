@@ -43,7 +43,8 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
     except Exception as error:
         raise SMPUserError(
             f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied "
-            f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead"
+            f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead",
+            code="SMP303",
         ) from error
     for part in made.modules():
         become_whole(part)
@@ -68,7 +69,8 @@ def plain_copy(module: nn.Module) -> nn.Module:
     except Exception as error:
         raise SMPUserError(
             f"the {type(module).__name__} inside smp.DistributedModel cannot be copied ({type(error).__name__}: {error}); load "
-            "model.state_dict() into an unwrapped model instead"
+            "model.state_dict() into an unwrapped model instead",
+            code="SMP303",
         ) from error
     return made
 
@@ -100,7 +102,8 @@ def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tens
         if isinstance(tensor, RemoteStub):
             raise SMPUserError(
                 f"model.cpu() gathers what model.state_dict() has, but {tensor.absent_name} lies on pipeline stage "
-                f"{tensor.absent_stage} and is not in it; let the module that has it save it under its own name"
+                f"{tensor.absent_stage} and is not in it; let the module that has it save it under its own name",
+                code="SMP303",
             )
     value = value.detach().to("cpu", copy=True)
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

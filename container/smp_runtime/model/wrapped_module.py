@@ -68,6 +68,7 @@ class WrappedModule(nn.Module):
             f"the wrapped model has no attribute {name!r}: neither smp.DistributedModel nor the {kind} inside it has one",
             name=name,
             obj=module,
+            code="SMP303",
         )
 
     def get_module(self) -> nn.Module:
@@ -200,13 +201,15 @@ class WrappedModule(nn.Module):
             raise SMPUserError(
                 f"a wrapped model cannot be {how}: {' and '.join(divided)}, so this rank has only parts of the "
                 f"{type(module).__name__}; call model.state_dict() on every rank and save it, or load it into an unwrapped "
-                f"{type(module).__name__}; for an average of weights, keep one of each value of model.state_dict()"
+                f"{type(module).__name__}; for an average of weights, keep one of each value of model.state_dict()",
+                code="SMP303",
             )
         if self.precision.is_half:
             raise SMPUserError(
                 f"a wrapped model cannot be {how} while it trains in {self.precision.compute}: the copy would have rounded "
                 "weights, whose averages hardly move, and would not cast its inputs; load model.state_dict() into an unwrapped "
-                f"{type(module).__name__} in float32, and average there"
+                f"{type(module).__name__} in float32, and average there",
+                code="SMP303",
             )
         return plain_copy(module)
 
@@ -282,7 +285,8 @@ class WrappedModule(nn.Module):
             if made is not dtype:
                 raise SMPUserError(
                     f"the model's {dtype} parameters cannot become {made} after it was wrapped: gradient reduction and the "
-                    'optimizer already know them; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+                    'optimizer already know them; cast it before smp.DistributedModel, or train with "fp16" or "bf16"',
+                    code="SMP303",
                 )
 
     # -- hooks -----------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class PrescaledBatchCheck:
                     f"prescaled_batch is true, so the ranks {members} of a tensor parallel group share a batch, but rank {rank} "
                     f"called the model with another one than rank {members[0]} ({_listed(names, every[0], theirs)}): shard the "
                     f"data by smp.rdp_rank() of smp.rdp_size(), which is {ranks.size(Group.RDP)} here, not by dp_rank, or set "
-                    "prescaled_batch to false"
+                    "prescaled_batch to false",
+                    code="SMP307",
                 )
 
 

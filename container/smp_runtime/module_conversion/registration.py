@@ -77,7 +77,8 @@ class Registration:
         except TypeError as error:
             raise SMPUserError(
                 f"{self.dist_module.__name__} cannot be made with the arguments {args!r} of {type(original).__name__} "
-                f"({error}); register it with an init_hook that translates them"
+                f"({error}); register it with an init_hook that translates them",
+                code="SMP307",
             ) from None
         taken = arguments_of(self.dist_module)
         settings |= {**kwargs, **{name: value for name, value in overrides.items() if name in taken}}
@@ -185,7 +186,7 @@ def tp_register_with_module(
 
     for what, given, base in (("module_cls", module_cls, nn.Module), ("dist_module", dist_module, DistributedModule)):
         if not (isinstance(given, type) and issubclass(given, base)):
-            raise SMPUserError(f"{what} is {given!r}; it must be a subclass of {base.__name__}")
+            raise SMPUserError(f"{what} is {given!r}; it must be a subclass of {base.__name__}", code="SMP307")
     hooks: dict[str, Any] = {
         "init_hook": init_hook,
         "forward_hook": forward_hook,
@@ -194,7 +195,7 @@ def tp_register_with_module(
     }
     for name, hook in hooks.items():
         if hook is not None and not callable(hook):
-            raise SMPUserError(f"{name} is {hook!r}; pass a function, or None")
+            raise SMPUserError(f"{name} is {hook!r}; pass a function, or None", code="SMP307")
     register(module_cls, Registration(dist_module, **hooks))
     _note_arguments(module_cls)
 
@@ -263,7 +264,8 @@ def _pair(name: str, value: Any) -> Arguments:
     is_pair = isinstance(value, tuple) and len(value) == 2
     if not is_pair or not isinstance(value[1], Mapping):
         raise SMPUserError(
-            f"{name} returned {value!r}; it must return (args, kwargs): a sequence of positional arguments and a dictionary"
+            f"{name} returned {value!r}; it must return (args, kwargs): a sequence of positional arguments and a dictionary",
+            code="SMP307",
         )
     return tuple(value[0]), value[1]
 

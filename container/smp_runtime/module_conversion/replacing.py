@@ -273,7 +273,8 @@ def _hand_over(candidate: Candidate, heritage: CarriedAttributes, made: nn.Modul
     if heritage.lost and how.state_hook is not None:
         raise SMPUserError(
             f"the state_hook of {title} returned weights that {type(made).__name__} does not have: {list_names(heritage.lost)}; it "
-            "must return a state of the whole distributed module, by its names; if new weights are right, pass keep_weights=False"
+            "must return a state of the whole distributed module, by its names; if new weights are right, pass keep_weights=False",
+            code="SMP307",
         )
     if heritage.lost or (heritage.missing and how.to_ours is None):
         _warn(

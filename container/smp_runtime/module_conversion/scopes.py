@@ -105,7 +105,7 @@ def set_tensor_parallelism(
         >>> smp.set_tensor_parallelism(mlp, True)  # before smp.DistributedModel
     """
     if not isinstance(module, nn.Module):
-        raise SMPUserError(f"set_tensor_parallelism got {kind_of(module)}; pass a module of the model")
+        raise SMPUserError(f"set_tensor_parallelism got {kind_of(module)}; pass a module of the model", code="SMP307")
     mark = _mark(enabled, keep_weights, plan, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
@@ -141,12 +141,13 @@ def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
             _truth(name, value)
         elif name not in (known := known_arguments() | SWITCHES):
             raise SMPUserError(
-                f"no distributed module has an argument {name!r}{suggest(name, known)}; it would have no effect: remove it"
+                f"no distributed module has an argument {name!r}{suggest(name, known)}; it would have no effect: remove it",
+                code="SMP307",
             )
     return dict(overrides)
 
 
 def _truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise SMPUserError(f"{name} is {value!r}, {kind_of(value)}; it is a switch: use True or False")
+        raise SMPUserError(f"{name} is {value!r}, {kind_of(value)}; it is a switch: use True or False", code="SMP307")
     return value

@@ -72,7 +72,8 @@ def require_all(block: nn.Module, split: BlockSplit, made: Container[int]) -> No
             raise SMPUserError(
                 f"{path} of {kind_of(block)} that is split in place cannot be replaced (see the warning before this), and "
                 "the rest of it counts on that: take the block out by smp.set_tensor_parallelism(module, False), or create all of "
-                "it in one context"
+                "it in one context",
+                code="SMP307",
             )
 
 

@@ -49,13 +49,15 @@ def checked_plan(plan: object) -> dict[str, str]:
     if not isinstance(plan, Mapping) or not all(isinstance(s, str) for pair in plan.items() for s in pair):
         raise SMPUserError(
             f"plan is {plan!r}; pass a dictionary from names of submodules, with * for any part of a name, to styles: "
-            f"{', '.join(_LINEAR)}, replicate"
+            f"{', '.join(_LINEAR)}, replicate",
+            code="SMP307",
         )
     known = [*_LINEAR, *_WHOLE]
     for pattern, style in plan.items():
         if style not in known:
             raise SMPUserError(
-                f"the plan has the style {style!r} for {pattern!r}{suggest(style, known)}; the styles are {', '.join(known)}"
+                f"the plan has the style {style!r} for {pattern!r}{suggest(style, known)}; the styles are {', '.join(known)}",
+                code="SMP307",
             )
     return dict(plan)
 
@@ -80,7 +82,8 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
             names = ", ".join(path for path, part in modules.items() if is_linear(part)) or "none"
             raise SMPUserError(
                 f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
-                f"maps are {names}"
+                f"maps are {names}",
+                code="SMP307",
             )
         splits_parameter = not paths and _names_parameter(module, pattern)
         if style in _LATER or (style in _LINEAR and splits_parameter):
@@ -101,7 +104,8 @@ def _splits_of(parts: Mapping[str, nn.Module], style: str, *, is_scripts: bool) 
             found[path] = replace(_LINEAR[style], transposed=is_transposed(part))
         elif is_scripts:
             raise SMPUserError(
-                f"the plan has the style {style!r} for {path!r}, {kind_of(part)}; it is for linear maps (nn.Linear, Conv1D)"
+                f"the plan has the style {style!r} for {path!r}, {kind_of(part)}; it is for linear maps (nn.Linear, Conv1D)",
+                code="SMP307",
             )
     return found
 

@@ -204,7 +204,8 @@ class DistributedAttentionLayer(HalfBlock):
         if self._scoring.causal and longest is not None and length - self.tensor_group.size >= longest:
             raise SMPUserError(
                 f"the sequence has {length} tokens, but causal_mask_size is {longest}: shorten it, or make the layer with a "
-                f"causal_mask_size of at least {length}"
+                f"causal_mask_size of at least {length}",
+                code="SMP307",
             )
 
 
@@ -254,13 +255,15 @@ class FlashAttentionLayer(nn.Module):
         if scale is None and scale_attention_scores:
             if attention_head_size is None:
                 raise SMPUserError(
-                    "scale_attention_scores is true but attention_head_size is None; pass the size of a head, or scale="
+                    "scale_attention_scores is true but attention_head_size is None; pass the size of a head, or scale=",
+                    code="SMP307",
                 )
             self.scale /= attention_head_size**0.5
         if scale is None and scale_attn_by_layer_idx:
             if layer_idx is None:
                 raise SMPUserError(
-                    "scale_attn_by_layer_idx is true but layer_idx is None; pass the layer's number, from 0"
+                    "scale_attn_by_layer_idx is true but layer_idx is None; pass the layer's number, from 0",
+                    code="SMP307",
                 )
             self.scale /= layer_idx + 1
 

@@ -37,6 +37,8 @@ copyreg.pickle(TensorGroup, lambda _: (current_group, ()))
 class NotDistributableError(SMPUserError):
     """A module's settings that its distributed form does not have."""
 
+    code = "SMP307"
+
 
 class IndivisibleError(NotDistributableError):
     """A size that the number of tensor parallel ranks does not divide."""

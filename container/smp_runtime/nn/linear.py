@@ -75,7 +75,8 @@ class DistributedLinear(ReadByOthers):
         if device.type == "meta":
             raise SMPUserError(
                 "DistributedLinear got device='meta', where its weights would be lost; leave device out and create the model in "
-                "smp.delay_param_initialization(), which computes them when they have their place"
+                "smp.delay_param_initialization(), which computes them when they have their place",
+                code="SMP307",
             )
         if not self.weight.is_meta:
             self.to(device)
@@ -90,7 +91,8 @@ class DistributedLinear(ReadByOthers):
         elif input.dim() < 2:
             raise SMPUserError(
                 f"DistributedLinear got an input of shape {list(input.shape)}; with a batch per rank its first dim is the "
-                "batch: add one with input.unsqueeze(0)"
+                "batch: add one with input.unsqueeze(0)",
+                code="SMP307",
             )
         else:
             features = exchange_parts(agreeing_on_shape(input, group), group, split=-1, joined=0)

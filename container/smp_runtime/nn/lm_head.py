@@ -189,7 +189,8 @@ class DistributedTransformerLMHead(DistributedModule):
                 if end > longest:
                     raise SMPUserError(
                         f"the sequence has {end} tokens, but num_positions is {longest}: shorten it, or make the model "
-                        f"with at least {end} positions"
+                        f"with at least {end} positions",
+                        code="SMP307",
                     )
                 hidden = hidden + self.position_embedding(torch.arange(past, end, device=ids.device))
             else:

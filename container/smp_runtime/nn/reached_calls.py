@@ -152,7 +152,8 @@ class ReachedCalls:
             raise SMPUserError(
                 f"the ranks {self._members} of a tensor parallel group got {counts} results of split modules in this microbatch, "
                 "but each of these puts the batches of all ranks together: let every rank call the same modules, or set "
-                "prescaled_batch to true and give all ranks one batch"
+                "prescaled_batch to true and give all ranks one batch",
+                code="SMP307",
             )
         if len(set(every)) == 1:
             return None

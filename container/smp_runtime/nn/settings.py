@@ -124,28 +124,34 @@ class LayerSettings:
     def __post_init__(self) -> None:
         if not (self.pre_layernorm or self.post_layernorm):
             raise SMPUserError(
-                "pre_layernorm and post_layernorm are both false; a transformer layer needs one of them: set one to true"
+                "pre_layernorm and post_layernorm are both false; a transformer layer needs one of them: set one to true",
+                code="SMP307",
             )
         if self.activation not in ACTIVATIONS:
             raise SMPUserError(
-                f"activation is {self.activation!r}{suggest(self.activation, ACTIVATIONS)}; use one of {', '.join(ACTIVATIONS)}"
+                f"activation is {self.activation!r}{suggest(self.activation, ACTIVATIONS)}; use one of {', '.join(ACTIVATIONS)}",
+                code="SMP307",
             )
         self._check_parallel()
         if self.scale_attn_by_layer_idx and self.layer_idx is None:
-            raise SMPUserError("scale_attn_by_layer_idx is true but layer_idx is None; pass the layer's number, from 0")
+            raise SMPUserError(
+                "scale_attn_by_layer_idx is true but layer_idx is None; pass the layer's number, from 0", code="SMP307"
+            )
 
     def _check_parallel(self) -> None:
         if self.single_pre_layernorm and not (self.parallel_attn_output and self.pre_layernorm):
             raise SMPUserError(
                 f"single_pre_layernorm is true, with parallel_attn_output {self.parallel_attn_output} and pre_layernorm "
                 f"{self.pre_layernorm}; attention and output layer share the norm in front of both, so set both to true, or "
-                "single_pre_layernorm to false"
+                "single_pre_layernorm to false",
+                code="SMP307",
             )
         for name in ("post_layernorm", "add_cross_attention"):
             if self.parallel_attn_output and getattr(self, name):
                 raise SMPUserError(
                     f"parallel_attn_output and {name} are both true; attention and output layer then add to the layer's input "
-                    f"at once, and nothing comes between or behind them: set {name} to false, or parallel_attn_output to false"
+                    f"at once, and nothing comes between or behind them: set {name} to false, or parallel_attn_output to false",
+                    code="SMP307",
                 )
 
     @classmethod
@@ -161,7 +167,9 @@ class LayerSettings:
         settings, known = cls.given(constructor), cls.names()
         for name in settings:
             if name not in known:
-                raise SMPUserError(f"a distributed transformer layer has no argument {name!r}{suggest(name, known)}")
+                raise SMPUserError(
+                    f"a distributed transformer layer has no argument {name!r}{suggest(name, known)}", code="SMP307"
+                )
         tell_without_effect(settings)
         return cls(**settings)
 

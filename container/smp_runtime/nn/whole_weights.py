@@ -92,7 +92,8 @@ class WholeWeight(LazyTensor):
         name = getattr(func, "__name__", func)
         if torch.is_grad_enabled() and target.requires_grad:
             raise SMPUserError(
-                f"{self.source.name} requires grad and is changed in place by {name}: do that inside torch.no_grad()"
+                f"{self.source.name} requires grad and is changed in place by {name}: do that inside torch.no_grad()",
+                code="SMP307",
             )
         with torch.no_grad(), DisableTorchFunctionSubclass():
             result = func(target, *args, **kwargs)
@@ -157,7 +158,8 @@ def _refuse_other_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             raise SMPUserError(
                 f"{source.name} is split over {source.group.size} tensor parallel ranks, and a forward pass writes into it by "
                 f"{name}, which would change a copy: change it by a method of its own (weight.clamp_(…)), write it between steps, "
-                "or leave the module whole with smp.set_tensor_parallelism(module, False)"
+                "or leave the module whole with smp.set_tensor_parallelism(module, False)",
+                code="SMP307",
             )
 
 

@@ -271,7 +271,8 @@ class _Clipping:
             raise SMPOperationError(
                 f"torch.nn.utils.get_total_norm got {len(parameters)} of the {len(trained)} gradients that lie on parameters, but "
                 "other gradients lie in shards, and which of them are meant is not known; give it the gradients of all "
-                "parameters, or use optimizer.clip_master_grads(max_norm, among=parameters), which returns their norm"
+                "parameters, or use optimizer.clip_master_grads(max_norm, among=parameters), which returns their norm",
+                code="SMP304",
             )
         if optimizer is not None and not is_one:
             return optimizer.norm_on_device(norm_type, among=parameters)
@@ -304,7 +305,8 @@ def _require_finite(norm: float, norm_type: float) -> None:
     if not math.isfinite(norm):
         raise SMPOperationError(
             f"the gradient's norm of order {norm_type} is {norm}, so it cannot be clipped; pass error_if_nonfinite=False to "
-            "scale by it all the same"
+            "scale by it all the same",
+            code="SMP304",
         )
 
 

@@ -68,8 +68,7 @@ class DistributedOptimizer(SavedOptimizer):
         >>> optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
-    #: Read by ``accelerate``, which must not wrap this class again.
-    _is_accelerate_prepared = True
+    _is_accelerate_prepared = True  # read by ``accelerate``, which must not wrap this class again
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class DistributedOptimizer(SavedOptimizer):
         **loss_args: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise SMPUserError(f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, but got {kind_of(optimizer)}")
+            raise SMPUserError(f"expected a torch.optim.Optimizer, but got {kind_of(optimizer)}", code="SMP304")
         if isinstance(optimizer, DistributedOptimizer):
-            raise SMPUserError("this optimizer is already wrapped in smp.DistributedOptimizer; wrap it once")
+            raise SMPUserError("this optimizer is already wrapped in DistributedOptimizer; wrap it once", code="SMP304")
         self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
         scaler = make_loss_scaler(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loss_args})
         self._session = sessions.current_session()
@@ -160,13 +159,15 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is not None:
             raise SMPUserError(
                 "one optimizer has parameters of two wrapped models that train in half precision or with sharded state; give "
-                "each model an optimizer of its own"
+                "each model an optimizer of its own",
+                code="SMP304",
             )
         others = [o for o in self._session.optimizers if o is not self and o.updates(model)]
         if others and (model.precision.is_half or model.sharded_state is not None):
             raise SMPUserError(
                 "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
-                "optimizer with several parameter groups"
+                "optimizer with several parameter groups",
+                code="SMP304",
             )
         if model.sharded_state is not None:
             check_kind(self.optimizer, "shard_optimizer_state" if model.shards is None else "sharding", self._ranks)

@@ -139,7 +139,9 @@ class FusedAdam(_ApexOptimizer):
         set_grad_none: bool = True,
     ) -> None:
         if amsgrad:
-            raise SMPUserError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead")
+            raise SMPUserError(
+                "FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True) instead", code="SMP304"
+            )
         common = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -222,7 +224,7 @@ class FusedLAMB(NormedOptimizer):
         use_nvlamb: bool = False,
     ) -> None:
         if amsgrad:
-            raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False")
+            raise SMPUserError("FusedLAMB has no AMSGrad variant; leave amsgrad at False", code="SMP304")
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
         common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, set_grad_none=set_grad_none, **common, **settings)
@@ -311,9 +313,11 @@ class FusedNovoGrad(NormedOptimizer):
         set_grad_none: bool = True,
     ) -> None:
         if amsgrad:
-            raise SMPUserError("FusedNovoGrad has no AMSGrad variant; leave amsgrad at False")
+            raise SMPUserError("FusedNovoGrad has no AMSGrad variant; leave amsgrad at False", code="SMP304")
         if norm_type != 2:
-            raise SMPUserError(f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2")
+            raise SMPUserError(
+                f"norm_type is {norm_type}; FusedNovoGrad measures gradients in the L2 norm: use 2", code="SMP304"
+            )
         settings = {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
         common = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, set_grad_none=set_grad_none, **common, **settings)

@@ -145,7 +145,8 @@ class WholeNorms:
         if not p > 0:
             raise SMPUserError(
                 f"norm_type is {norm_type}; gradients on several ranks are measured by the p-norm, the p-th root of a sum of p-th "
-                "powers: use a number above 0 such as 2.0, or float('inf') for the greatest element"
+                "powers: use a number above 0 such as 2.0, or float('inf') for the greatest element",
+                code="SMP304",
             )
         device = self._ranks.device
         zero = torch.zeros(1, device=device, dtype=torch.float64)

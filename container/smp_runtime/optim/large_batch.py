@@ -49,7 +49,8 @@ class FusedLARS(NormedOptimizer):
         if nesterov and not momentum:
             raise SMPUserError(
                 "nesterov is true and momentum is 0, so there is nothing to look ahead with; give a momentum such as 0.9, or leave "
-                "nesterov at False"
+                "nesterov at False",
+                code="SMP304",
             )
         settings: dict[str, Any] = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps}
         super().__init__(params, lr=lr, momentum=momentum, nesterov=nesterov, **settings)

@@ -30,7 +30,9 @@ class StaticLossScaler:
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
-            raise SMPUserError(f"static_loss_scale is {scale}; the loss is multiplied by it: use a number above 0")
+            raise SMPUserError(
+                f"static_loss_scale is {scale}; the loss is multiplied by it: use a number above 0", code="SMP304"
+            )
         self.scale = float(scale)
 
     def update(self, overflow: bool) -> None:
@@ -75,15 +77,17 @@ class DynamicLossScaler:
     ) -> None:
         if scale_factor <= 1:
             raise SMPUserError(
-                f"scale_factor is {scale_factor}; the scale is divided by it: use more than 1, such as 2"
+                f"scale_factor is {scale_factor}; the scale is divided by it: use more than 1, such as 2", code="SMP304"
             )
         if scale_window < 1 or delayed_shift < 1:
             raise SMPUserError(
-                f"scale_window is {scale_window} and delayed_shift {delayed_shift}; both count steps: use 1 or more"
+                f"scale_window is {scale_window} and delayed_shift {delayed_shift}; both count steps: use 1 or more",
+                code="SMP304",
             )
         if not 0 < min_scale <= init_scale:
             raise SMPUserError(
-                f"min_scale is {min_scale} and init_scale {init_scale}; it must be 0 < min_scale <= init_scale"
+                f"min_scale is {min_scale} and init_scale {init_scale}; it must be 0 < min_scale <= init_scale",
+                code="SMP304",
             )
         self.scale = float(init_scale)
         self._factor = float(scale_factor)
@@ -146,7 +150,9 @@ def make_loss_scaler(
     """
     unknown = sorted(set(dynamic_loss_args) - set(DYNAMIC_DEFAULTS))
     if unknown:
-        raise SMPUserError(f"unknown loss scaling arguments {unknown}; known are {', '.join(DYNAMIC_DEFAULTS)}")
+        raise SMPUserError(
+            f"unknown loss scaling arguments {unknown}; known are {', '.join(DYNAMIC_DEFAULTS)}", code="SMP304"
+        )
     if dynamic_loss_scale:
         return DynamicLossScaler(**dynamic_loss_args)
     return StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)

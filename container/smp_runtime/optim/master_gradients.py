@@ -77,7 +77,8 @@ class MasterGradients:
                 raise SMPUserError(
                     f"backward or the script changed the gradients of {len(news)} parts of parameters after update_master_grads "
                     f"or clip_master_grads, which had divided them by the loss scale {scale:g} already; call these once, after "
-                    "the last backward pass and after what the script does to gradients"
+                    "the last backward pass and after what the script does to gradients",
+                    code="SMP304",
                 )
             self._brought[shard] = (gradient, gradient._version)
             if is_divided:

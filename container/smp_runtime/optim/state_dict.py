@@ -252,7 +252,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         raise SMPUserError(
             f"smp.DistributedOptimizer around {type(self.optimizer).__name__} cannot be copied or pickled, since it updates "
             "parameters that lie on several ranks; use optimizer.state_dict(), called on every rank, and load_state_dict of "
-            "another optimizer, or smp.save_checkpoint"
+            "another optimizer, or smp.save_checkpoint",
+            code="SMP304",
         )
 
     # -- what scripts read under sharded data parallelism; without it these attributes do not exist ----------------
@@ -279,4 +280,4 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _require_shards(self, name: str) -> None:
         if self._model is None or self._model.shards is None:
-            raise SMPAttributeError(f"{name} exists under sharded data parallelism only")
+            raise SMPAttributeError(f"{name} exists under sharded data parallelism only", code="SMP304")

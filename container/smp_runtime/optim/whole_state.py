@@ -326,7 +326,7 @@ def names_by_index(session: Session) -> list[dict[int, str]]:
     """
     optimizer = session.optimizer
     if optimizer is None:
-        raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first")
+        raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first", code="SMP304")
     parameters = [parameter for group in optimizer.original_groups() for parameter in group]
     records = session.records
     names = [records[parameter].name for parameter in dict.fromkeys(parameters) if parameter in records]

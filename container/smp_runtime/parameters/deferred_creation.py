@@ -163,7 +163,8 @@ class Deferral(TorchDispatchMode):
             raise SMPUserError(
                 "the model reads a tensor's value while it is created (item(), float(), if tensor: …), but with delayed "
                 "parameter initialization there is no value yet; compute it with Python numbers, or create the model "
-                "without the delay"
+                "without the delay",
+                code="SMP303",
             )
         args, kwargs = tree_map(self._without_storage, (args, kwargs))
         asked = kwargs.get("device")

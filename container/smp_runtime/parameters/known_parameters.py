@@ -118,7 +118,8 @@ class KnownParameters:
             f"{done} after smp.DistributedModel had laid out the model's {len(self._names)} parameters over the ranks: nothing "
             "averages the gradients of a new parameter, and optimizer and checkpoints know the former ones; change the model "
             "before smp.DistributedModel. To go on with a changed model, save model.state_dict(), load it into the changed module "
-            "and wrap that"
+            "and wrap that",
+            code="SMP303",
         )
 
 

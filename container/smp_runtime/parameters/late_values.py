@@ -102,7 +102,8 @@ class LateWrites:
             raise SMPUserError(
                 f"the script has written into {len(written)} tensors, or their gradients, that have no values before a pipeline's "
                 f"first step, the first {written[0]}: smp.delay_param_initialization() or smp.model_creation() created them; write "
-                "inside that context, load a state with model.load_state_dict(), or write after the first step"
+                "inside that context, load a state with model.load_state_dict(), or write after the first step",
+                code="SMP303",
             )
 
 

@@ -92,7 +92,8 @@ class ParameterRegistry:
         if record is None:
             raise SMPUserError(
                 f"a tensor of shape {list(parameter.shape)} is not a parameter of the wrapped model; create the "
-                "optimizer from the parameters of the model that smp.DistributedModel wraps"
+                "optimizer from the parameters of the model that smp.DistributedModel wraps",
+                code="SMP303",
             )
         return record
 
@@ -154,7 +155,8 @@ class Successors:
                 raise SMPUserError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} of a module that tensor parallelism has "
                     "replaced, with new weights, so that it would train nothing; create the optimizer from model.parameters() of "
-                    "the model that smp.DistributedModel returned"
+                    "the model that smp.DistributedModel returned",
+                    code="SMP303",
                 )
             found.update(dict.fromkeys(made))
         return list(found)

@@ -93,5 +93,6 @@ def check_shape(name: str, shape: torch.Size, value: torch.Tensor) -> None:
     if value.shape != shape:
         raise SMPUserError(
             f"{name}.data was set to a tensor of shape {list(value.shape)}, but the parameter was wrapped with {list(shape)}: the "
-            "optimizer and the other ranks know it with that shape; change shapes before smp.DistributedModel"
+            "optimizer and the other ranks know it with that shape; change shapes before smp.DistributedModel",
+            code="SMP303",
         )

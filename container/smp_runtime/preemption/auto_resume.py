@@ -299,28 +299,33 @@ def auto_resume(
     if not isinstance(model, DistributedModel) or not isinstance(optimizer, DistributedOptimizer):
         raise SMPUserError(
             f"smp.auto_resume got {kind_of(model)} and {kind_of(optimizer)}; pass what smp.DistributedModel and "
-            "smp.DistributedOptimizer returned"
+            "smp.DistributedOptimizer returned",
+            code="SMP315",
         )
     if session.models != [model] or session.optimizers != [optimizer]:
         raise SMPUserError(
             f"smp.auto_resume saves one wrapped model and one wrapped optimizer, but {len(session.models)} and "
             f"{len(session.optimizers)} are alive: save them with smp.save_checkpoint(model=…, optimizer=…), and remember "
-            "SIGTERM in a handler of the script's own (docs/preemption.md)"
+            "SIGTERM in a handler of the script's own (docs/preemption.md)",
+            code="SMP315",
         )
     for name, other in states.items():
         if not isinstance(other, Stateful):
             raise SMPUserError(
                 f"{name}= of smp.auto_resume is {kind_of(other)} without state_dict and load_state_dict; pass plain "
-                "values in user_content="
+                "values in user_content=",
+                code="SMP315",
             )
     if every is not None and every < 1:
         raise SMPUserError(
-            f"every is {every} steps; save each 1 or more, or None for a checkpoint when the job is stopped"
+            f"every is {every} steps; save each 1 or more, or None for a checkpoint when the job is stopped",
+            code="SMP315",
         )
     if session.ranks.kept(Progress) is not None:
         raise SMPUserError(
             "smp.auto_resume was called a second time in this job, or after the first step of one with SMP_AUTO_CHECKPOINT=1, "
-            "which has begun without it; call it once, before the loop"
+            "which has begun without it; call it once, before the loop",
+            code="SMP315",
         )
     state = JobState(
         model,

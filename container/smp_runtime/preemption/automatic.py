@@ -39,7 +39,9 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
     """
     value = environ.get(VARIABLE, "0") or "0"
     if value not in ("0", "1"):
-        raise ConfigError(f"{VARIABLE} is {value!r}; set it to 1, or to 0 for a job that its script stops and resumes")
+        raise ConfigError(
+            f"{VARIABLE} is {value!r}; set it to 1, or to 0 for a job that its script stops and resumes", code="SMP315"
+        )
     return value == "1"
 
 
@@ -89,7 +91,8 @@ class Automatic:
         if (len(models), len(optimizers)) != (1, 1):
             raise SMPUserError(
                 f"{VARIABLE}=1 saves one wrapped model and one wrapped optimizer, but the script has {len(models)} and "
-                f"{len(optimizers)}: unset it, and save them with smp.save_checkpoint(model=…, optimizer=…)"
+                f"{len(optimizers)}: unset it, and save them with smp.save_checkpoint(model=…, optimizer=…)",
+                code="SMP315",
             )
         progress = begin(session, JobState(models[0], optimizers[0], default_folder() / _FOLDER, {}, strict=False))
         if progress.resumed and session.ranks.rank == 0:

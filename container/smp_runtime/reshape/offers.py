@@ -64,7 +64,8 @@ class Offer:
         if lost := [record.name for record in model.registry if id(record.parameter) not in saved]:
             raise SMPUserError(
                 f"the model's state_dict leaves out {len(lost)} of its parameters ({', '.join(lost[:3])}), so that they cannot be "
-                "moved to other ranks by name; let it have them all"
+                "moved to other ranks by name; let it have them all",
+                code="SMP314",
             )
         stage = session.ranks.rank_in(Group.PP)
         for record in local_records(model):

@@ -289,7 +289,8 @@ def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParamet
     if not isinstance(given, Mapping):
         raise SMPUserError(
             f"smp.reshape() got {given!r}, {kind_of(given)}; pass a dictionary of parameters such as "
-            '{"pipeline_parallel_degree": 2}'
+            '{"pipeline_parallel_degree": 2}',
+            code="SMP314",
         )
     before = {k: v for k, v in session.ranks.cfg.to_mp_parameters().items() if k != "partitions"}
     settings = dict(given)
@@ -300,14 +301,16 @@ def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParamet
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise SMPUserError(
-                f"rank {rank} called smp.reshape({text}), but rank 0 smp.reshape({texts[0]}); all ranks change to the same"
+                f"rank {rank} called smp.reshape({text}), but rank 0 smp.reshape({texts[0]}); all ranks change to the same",
+                code="SMP314",
             )
     wanted = ModelParallelParameters.from_mp_parameters({**before, **settings})
     after = wanted.to_mp_parameters()
     if fixed := [name for name in FIXED if before.get(name) != after.get(name)]:
         raise SMPUserError(
             f"smp.reshape cannot change {', '.join(fixed)} of a job that runs; save a checkpoint, and resume it in a job that has "
-            "the other setting"
+            "the other setting",
+            code="SMP314",
         )
     wanted.topology(session.ranks.control.size)  # raises an error if the degrees do not fit
     return wanted
@@ -324,11 +327,14 @@ def _trained(
     models = [model for model in session.models if isinstance(model, DistributedModel)]
     optimizers = [found for found in session.optimizers if isinstance(found, DistributedOptimizer)]
     if session.ranks.step.microbatch is not None or session.ranks.step.is_tracing:
-        raise SMPUserError("smp.reshape was called inside a step; call it after optimizer.step(), before the next step")
+        raise SMPUserError(
+            "smp.reshape was called inside a step; call it after optimizer.step(), before the next step", code="SMP314"
+        )
     if len(models) > 1 or len(optimizers) > 1:
         raise SMPUserError(
             f"smp.reshape moves one wrapped model and one wrapped optimizer, but the script holds {len(models)} and "
-            f"{len(optimizers)}"
+            f"{len(optimizers)}",
+            code="SMP314",
         )
     problem = ""
     for source in Sources.of(session.ranks).alive():
@@ -373,7 +379,9 @@ def _agree(session: Session, problem: str) -> None:
     everyone = list(range(session.ranks.control.size))
     for rank, why in enumerate(session.ranks.control.allgather(problem, everyone)):
         if why:
-            raise SMPUserError(f"smp.reshape is not possible: {why}" + (f" (rank {rank})" if rank else ""))
+            raise SMPUserError(
+                f"smp.reshape is not possible: {why}" + (f" (rank {rank})" if rank else ""), code="SMP314"
+            )
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def copy_views(output: Any, units: Sequence[ShardedUnit]) -> Any:
     if any(is_view(left) and not isinstance(left, nn.Parameter) for left in tensors_in(output)):
         raise SMPUserError(
             f"{units[0].name or 'the model'} returns {kind_of(output)} with a view of its parameter, whose memory is freed "
-            "when the call has ended: return view.clone()"
+            "when the call has ended: return view.clone()",
+            code="SMP308",
         )
     return output
 

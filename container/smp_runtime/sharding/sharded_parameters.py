@@ -397,7 +397,8 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         """
         raise SMPUserError(
             f"the data parallel ranks have loaded {list(loads)} model states, but with sharded data parallelism each "
-            "rank keeps its own part of what it loads: call load_state_dict on every rank"
+            "rank keeps its own part of what it loads: call load_state_dict on every rank",
+            code="SMP308",
         )
 
 
@@ -438,7 +439,8 @@ class StateReads:
                     f"state_dict was called on a module inside smp.DistributedModel, but of the parameters of "
                     f"{name or 'the module'!r} this rank holds 1/{degree} (sharded_data_parallel_degree is {degree}) and the "
                     "state would be NaN; call model.state_dict() of the wrapper on every rank, and for Transformers "
-                    "model.save_pretrained(folder, state_dict=model.state_dict())"
+                    "model.save_pretrained(folder, state_dict=model.state_dict())",
+                    code="SMP308",
                 )
 
             part.register_state_dict_pre_hook(before)

@@ -336,7 +336,8 @@ def refuse_unequal(sharing: Sequence[Sequence[int]], digests: Sequence[int]) -> 
                 f"data parallel ranks {others} have gathered other modules' parameters in this step than rank "
                 f"{positions[0]} of their sharding group of {len(positions)}: forward called, or backward reached, other "
                 "modules there, for example because the loss takes one of several outputs by rank; let the loss of every "
-                "rank depend on the same outputs: add 0 * other.sum() for each that it does not use"
+                "rank depend on the same outputs: add 0 * other.sum() for each that it does not use",
+                code="SMP308",
             )
 
 

@@ -54,7 +54,8 @@ def refuse_copy(how: str) -> SMPUserError:
     """Return the error for copying a module with sharded parameters."""
     return SMPUserError(
         f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
-        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
+        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model",
+        code="SMP308",
     )
 
 
@@ -77,7 +78,8 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise SMPUserError(
             f"register_parameter got {kind_of(module)} and {kind_of(parameter)}; pass the module that "
-            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
+            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)",
+            code="SMP308",
         )
     # Past nn.Module.__setattr__, so that it is no parameter of the module's own.
     module.__dict__.setdefault(REGISTERED, []).append(parameter)

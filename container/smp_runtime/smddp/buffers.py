@@ -87,7 +87,7 @@ class RingBuffer:
             RuntimeError: something has.
         """
         if self._broken is not None:
-            raise SMPOperationError(f"an earlier all-gather of this group failed: {self._broken}")
+            raise SMPOperationError(f"an earlier all-gather of this group failed: {self._broken}", code="SMP316")
 
     def fail(self, error: BaseException) -> None:
         """Record that pieces will not come back; a later request for one raises an error."""

@@ -89,6 +89,7 @@ def agree(store: dist.Store, rank: int, size: int) -> tuple[list[str], BufferSiz
             raise ConfigError(
                 f"rank {number} of the group has SMDDP buffers of {scratch} and {sort} bytes, but rank 0 has "
                 f"{places[0][1]} and {places[0][2]}; every rank read its own environment; give all hosts the same "
-                f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES={places[0][1]} and SMDDP_AG_SORT_BUFFER_SIZE_BYTES={places[0][2]}"
+                f"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES={places[0][1]} and SMDDP_AG_SORT_BUFFER_SIZE_BYTES={places[0][2]}",
+                code="SMP316",
             )
     return [place[0] for place in places], sizes

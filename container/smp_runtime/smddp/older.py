@@ -52,7 +52,8 @@ def get_local_rank() -> int:
     raise SMPUserError(
         f"this process does not know its local rank: none of {', '.join(_LOCAL_RANK_VARIABLES)} is set, as the launcher of "
         'the job does for every rank; start the script with distribution={"smdistributed": {"dataparallel": '
-        '{"enabled": True}}}, or set LOCAL_RANK to its number on the host, from 0'
+        '{"enabled": True}}}, or set LOCAL_RANK to its number on the host, from 0',
+        code="SMP316",
     )
 
 

@@ -81,13 +81,13 @@ class MessageWork(_GatherWork):
         """
         limit = _seconds(timeout)
         if not self._over.wait(limit):
-            raise SMPOperationError(_late(limit))
+            raise SMPOperationError(_late(limit), code="SMP316")
         if self._future is not None:
             # Completed in a moment, and before it runs callbacks.
             with contextlib.suppress(Exception):
                 self._future.wait()
         if self._error is not None:
-            raise SMPOperationError(self._error)
+            raise SMPOperationError(self._error, code="SMP316")
         return True
 
     def is_completed(self) -> bool:
@@ -97,7 +97,7 @@ class MessageWork(_GatherWork):
     def exception(self) -> Any:
         """Return the error of the collective; None if it did not fail, or not yet."""
         has_failed = self._over.is_set() and self._error is not None
-        return SMPOperationError(self._error) if has_failed else None
+        return SMPOperationError(self._error, code="SMP316") if has_failed else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is completed at the end.
@@ -117,7 +117,7 @@ class MessageWork(_GatherWork):
         if self._error is None:
             future.set_result(self._report())
         else:
-            future.set_exception(SMPOperationError(self._error))
+            future.set_exception(SMPOperationError(self._error, code="SMP316"))
 
 
 class StreamWork(_GatherWork):
@@ -148,7 +148,7 @@ class StreamWork(_GatherWork):
             deadline = time.monotonic() + limit
             while not self.is_completed():
                 if time.monotonic() > deadline:
-                    raise SMPOperationError(_late(limit))
+                    raise SMPOperationError(_late(limit), code="SMP316")
                 time.sleep(_LOOK)
         return True
 

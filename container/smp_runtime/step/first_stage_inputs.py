@@ -131,7 +131,8 @@ def _merged(ranks: Ranks, message: Any, source: int, own: tuple[Sequence[Any], T
         raise SMPUserError(
             f"rank {ranks.rank} called {name} with other arguments than rank {source}, whose arguments are used here; they hold "
             f"a {kinds[0]}, which is not sent between ranks, and it is not clear what stands for it here: pass arguments of the "
-            "same structure on every rank of a model parallel group"
+            "same structure on every rank of a model parallel group",
+            code="SMP302",
         )
     received = [mine[n] if isinstance(leaf, _Kept) else _received(leaf, ranks) for n, leaf in enumerate(leaves)]
     args, kwargs = tree_unflatten(received, theirs)

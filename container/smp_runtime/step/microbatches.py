@@ -53,7 +53,8 @@ def _slice_tensor(name: str, tensor: torch.Tensor, count: int, index: int, axis:
     if not -tensor.dim() <= axis < tensor.dim():
         raise SMPUserError(
             f"argument {name!r} has shape {list(tensor.shape)}, so it has no axis {axis} to split into microbatches; "
-            "name its batch axis in input_split_axes, or name the argument in non_split_inputs"
+            "name its batch axis in input_split_axes, or name the argument in non_split_inputs",
+            code="SMP302",
         )
     size = tensor.shape[axis]
     if size % count:
@@ -62,7 +63,8 @@ def _slice_tensor(name: str, tensor: torch.Tensor, count: int, index: int, axis:
         raise SMPUserError(
             f"argument {name!r} has {size} samples along axis {axis} (shape {list(tensor.shape)}), which cannot be "
             f"divided into {count} microbatches of equal size; use a batch of {enough} samples (a data loader's drop_last=True "
-            "drops a short last batch), or change microbatches"
+            "drops a short last batch), or change microbatches",
+            code="SMP302",
         )
     return tensor.narrow(axis, index * (size // count), size // count)
 
@@ -145,14 +147,14 @@ class StepOutput:
                     "; its gradients are computed where the loss is: call model.backward(loss), of smp.DistributedModel, in the "
                     "function with @smp.step"
                 )
-            raise SMPAttributeError(f"'StepOutput' object has no attribute {name!r}{hint}")
+            raise SMPAttributeError(f"'StepOutput' object has no attribute {name!r}{hint}", code="SMP302")
 
     def __float__(self) -> float:
-        raise SMPTypeError(f"a StepOutput is no number: it {_IS_SEVERAL}")
+        raise SMPTypeError(f"a StepOutput is no number: it {_IS_SEVERAL}", code="SMP302")
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise SMPTypeError(f"a StepOutput cannot be formatted with {spec!r}: it {_IS_SEVERAL}")
+            raise SMPTypeError(f"a StepOutput cannot be formatted with {spec!r}: it {_IS_SEVERAL}", code="SMP302")
         return repr(self)
 
     def __repr__(self) -> str:

@@ -103,7 +103,8 @@ class StepFunction:
         if session.ranks.step.microbatch is not None:
             raise SMPUserError(
                 f"the step {self._function.__name__!r} was called inside another step; call it outside, or take the "
-                "decorator off the inner function"
+                "decorator off the inner function",
+                code="SMP302",
             )
         ranks = session.ranks
         count = ranks.cfg.microbatches
@@ -206,7 +207,8 @@ class StepFunction:
                 names.append(parameter.name)
         if count > len(names):
             raise SMPTypeError(
-                f"{self._function.__name__}() takes {len(names)} positional arguments but {count} were given"
+                f"{self._function.__name__}() takes {len(names)} positional arguments but {count} were given",
+                code="SMP302",
             )
         return names[:count]
 
@@ -219,7 +221,8 @@ class StepFunction:
                 if name not in parameters:
                     raise SMPUserError(
                         f"{given} names {name!r}, but {self._function.__name__}() has the arguments "
-                        f"{', '.join(parameters)}; use one of these"
+                        f"{', '.join(parameters)}; use one of these",
+                        code="SMP302",
                     )
 
 
@@ -274,7 +277,8 @@ def step(
         return StepFunction(non_split_inputs, (), input_split_axes, detach_outputs)
     if isinstance(non_split_inputs, str):
         raise SMPUserError(
-            f"non_split_inputs is {non_split_inputs!r}, a word; it lists names of arguments: use [{non_split_inputs!r}]"
+            f"non_split_inputs is {non_split_inputs!r}, a word; it lists names of arguments: use [{non_split_inputs!r}]",
+            code="SMP302",
         )
     whole = tuple(non_split_inputs or ())
     return lambda wrapped: StepFunction(wrapped, whole, input_split_axes, detach_outputs)
@@ -334,7 +338,8 @@ class StepCall(NamedTuple):
             raise SMPUserError(
                 f"rank {rank} called the step {self.function} ({_described(self.modes)}), but rank {root_rank} of the same "
                 f"pipeline called {root.function} ({_described(root.modes)}); every rank of a pipeline runs the same steps in the "
-                "same order: branch on smp.dp_rank() or on values that all of them have, not on smp.rank()"
+                "same order: branch on smp.dp_rank() or on values that all of them have, not on smp.rank()",
+                code="SMP302",
             )
         what = ""
         if self.shapes != root.shapes:

@@ -145,7 +145,8 @@ class BlockEntry:
         if batch is None:
             raise SMPUserError(
                 f"{kind_of(block)} that is split over {group.size} ranks with a batch per rank was called without a tensor "
-                "of a batch: give it one of [batch, …], or set prescaled_batch to true"
+                "of a batch: give it one of [batch, …], or set prescaled_batch to true",
+                code="SMP307",
             )
         return self._gathered(block, batch, args, kwargs)
 
@@ -222,7 +223,8 @@ class BlockEntry:
                     f"the ranks {members} of a tensor parallel group call {kind_of(block)}, which is split over them, "
                     f"with different tensors: {_shapes(every[0])} on rank {members[0]}, {_shapes(theirs)} on rank {rank}. With a "
                     "batch per rank it sees all of their batches at once: pad all to one length, use batches of one size, and give "
-                    "masks on all ranks or on none"
+                    "masks on all ranks or on none",
+                    code="SMP307",
                 )
 
     def __deepcopy__(self, memo: Any) -> BlockEntry:
@@ -269,7 +271,8 @@ def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
         raise SMPUserError(
             f"{kind_of(block)} that is split in place {what} a tensor of shape {list(leaf.shape)} that gradients flow "
             f"through, whose first dim is not the batch of {rows} rows, so with a batch per rank it belongs to none of them: set "
-            "prescaled_batch to true, or take the block out by smp.set_tensor_parallelism(module, plan={})"
+            "prescaled_batch to true, or take the block out by smp.set_tensor_parallelism(module, plan={})",
+            code="SMP307",
         )
 
 

@@ -31,7 +31,8 @@ def to_additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
     if not mask.is_floating_point():
         raise SMPUserError(
             f"the attention mask {list(mask.shape)} is of type {mask.dtype}, and masks of {mask.dim()} dims are added to the "
-            "scores: pass mask.bool() if 1 is for a position that takes part, or a floating point mask to add"
+            "scores: pass mask.bool() if 1 is for a position that takes part, or a floating point mask to add",
+            code="SMP307",
         )
     return mask.to(dtype).clamp_min(lowest)  # a wider type's lowest number would become infinite
 
@@ -74,7 +75,8 @@ def agree_on_mask(
     except RuntimeError:
         raise SMPUserError(
             f"the ranks of a tensor parallel group have attention masks of different shapes, {_listed(shapes)} (without the "
-            "batch): make them alike, or set prescaled_batch to true and give all of them one batch"
+            "batch): make them alike, or set prescaled_batch to true and give all of them one batch",
+            code="SMP307",
         ) from None
     if mask is None:
         return like.new_zeros((1, *common))
@@ -101,14 +103,16 @@ def _agreed(
         raise SMPUserError(
             f"the batches of a tensor parallel group have different shapes, {_listed([shape for shape, _, _ in every])}, but "
             "distributed layers put them together: pad all to one length and use batches of one size; or, where a module's "
-            "rows depend on the data as those of experts do, set prescaled_batch to true and give all ranks one batch"
+            "rows depend on the data as those of experts do, set prescaled_batch to true and give all ranks one batch",
+            code="SMP307",
         )
     for name in shapes:
         found = [theirs[name] for _, _, theirs in every]
         if any(shape != found[0] for shape in found):
             raise SMPUserError(
                 f"the ranks of a tensor parallel group have {name} of different shapes, {_listed(found)}, but distributed "
-                "layers put them together: give them on all ranks, of the batch's shape, or on none"
+                "layers put them together: give them on all ranks, of the batch's shape, or on none",
+                code="SMP307",
             )
     return [shape for _, shape, _ in every]
 

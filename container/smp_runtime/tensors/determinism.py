@@ -152,7 +152,8 @@ def explain_operations() -> Iterator[None]:
             f"the operation {refused[1]}{where} has no implementation that gives the same bits in each run, and this job is to be "
             'repeatable ("deterministic": true). Where the line is that of a backward pass, a warning before this error shows the '
             "forward line. Use another operation there (index_add for put_, a convolution of stride 1 behind nearest-neighbour "
-            'upsampling, …), let it run on the CPU, or set "deterministic" to false'
+            'upsampling, …), let it run on the CPU, or set "deterministic" to false',
+            code="SMP303",
         ) from error
 
 

@@ -69,7 +69,8 @@ class Journal:
         except OSError as error:
             raise SMPUserError(
                 f"rank {head.rank} cannot record numbers in {folder} ({error.strerror or error}); it was given by "
-                "SMP_RECORD_NUMERICS or smp.record_numerics: give a folder that all ranks can write into"
+                "SMP_RECORD_NUMERICS or smp.record_numerics: give a folder that all ranks can write into",
+                code="SMP317",
             ) from error
 
     def begin(self, head: Head) -> None:

@@ -57,7 +57,8 @@ def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every
     if isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= MOST_EVERY:
         raise SMPUserError(
             f"smp.record_numerics got every={every!r}; it is the number of updates from one recorded step to the next: give a "
-            f"whole number from 1 to {MOST_EVERY:,}"
+            f"whole number from 1 to {MOST_EVERY:,}",
+            code="SMP317",
         )
     place = Path(folder) if os.fspath(folder) else default_folder(os.environ)
     if session.ranks.kept(NumericsRecorder) is None:

@@ -126,7 +126,8 @@ class KindsCarrier:
             raise SMPUserError(
                 f"rank {self.rank} receives from rank {source}, which runs the same script at the same stage, but rank {self.rank} "
                 "has not sent anything that rank could have sent: in a rehearsal one process stands for all ranks of a stage, so "
-                "what only some of them send cannot be rehearsed; use smp.broadcast or smp.allgather"
+                "what only some of them send cannot be rehearsed; use smp.broadcast or smp.allgather",
+                code="SMP120",
             )
         return self._own[channel].popleft()
 

@@ -259,7 +259,10 @@ class _Kind:
     def _finish(self) -> int:
         if self._kinds is None:
             return self._failed(
-                ConfigError("the script ended without calling smp.init(), so it has no ranks that could be rehearsed")
+                ConfigError(
+                    "the script ended without calling smp.init(), so it has no ranks that could be rehearsed",
+                    code="SMP120",
+                )
             )
         if not self._last:
             report = self._counters.report(self._kind, self._rank, self._kinds.stands_for(self._kind))
@@ -386,7 +389,8 @@ def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
     """
     raise SMPUserError(
         "DistributedDataParallel of PyTorch is made here, which cannot be rehearsed: its sums go past this library; wrap the model "
-        'with smp.DistributedModel, after smp.init(), and set "ddp": True for replicas'
+        'with smp.DistributedModel, after smp.init(), and set "ddp": True for replicas',
+        code="SMP120",
     )
 
 

@@ -260,7 +260,8 @@ class SkipComputeMode(TorchDispatchMode):
         raise SMPUserError(
             f"{function.__name__.partition('.')[0]}{at} asks for the values of a large tensor ({shapes}), whose elements a "
             "rehearsal does not compute, and the shape of its result depends on them; leave the call out where SMP_REHEARSAL is "
-            "set, or take a form of fixed shape (torch.where, a mask that multiplies)"
+            "set, or take a form of fixed shape (torch.where, a mask that multiplies)",
+            code="SMP120",
         )
 
 

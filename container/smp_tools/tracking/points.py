@@ -83,7 +83,8 @@ def check_values(values: Mapping[str, object]) -> dict[str, Number]:
         elif isinstance(value, torch.Tensor):
             raise SMPUserError(
                 f"smp.log got {name} of shape {tuple(value.shape)}; a tracker draws one number per step: log its "
-                "mean(), or one element"
+                "mean(), or one element",
+                code="SMP318",
             )
         else:
             found[name] = _number(name, value)
@@ -96,7 +97,8 @@ def _number(name: str, value: object) -> float:
             return float(value)
     raise SMPUserError(
         f"smp.log got {name}={str(value)[:80]!r}, {kind_of(value)}; a tracker draws numbers: give a number or a tensor of "
-        "one element"
+        "one element",
+        code="SMP318",
     )
 
 

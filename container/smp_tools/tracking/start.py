@@ -42,7 +42,8 @@ def log(step: int | None = None, **values: object) -> None:
     session = sessions.current_session()
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53):
         raise SMPUserError(
-            f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now"
+            f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now",
+            code="SMP318",
         )
     numbers = check_values(values)
     tracker = session.ranks.kept(UpdateTracker)

@@ -52,7 +52,8 @@ def path_to_file_system(
         return S3FileSystem(s3_region, s3client_config)
     if "://" in os.fspath(path):
         raise SMPUserError(
-            f"{os.fspath(path)!r} is neither a path nor an address in S3; write a path or s3://bucket/key"
+            f"{os.fspath(path)!r} is neither a path nor an address in S3; write a path or s3://bucket/key",
+            code="SMP402",
         )
     return LocalFileSystem()
 

@@ -125,5 +125,6 @@ def _require_sharded(model: nn.Module) -> None:
             if parameter.dim() > 1:
                 raise SMPOperationError(
                     f"{_WRAPPERS.sub('', name)} is gathered at this moment, and its local part cannot be read; read the local "
-                    "state after the backward pass, outside of FSDP.summon_full_params"
+                    "state after the backward pass, outside of FSDP.summon_full_params",
+                    code="SMP402",
                 )

@@ -25,7 +25,7 @@ def format_s3_path(path: str | os.PathLike[str]) -> str:
     """
     text, found = _S3.subn("s3://", os.fspath(path), count=1)
     if not found or not is_s3_uri(path):
-        raise SMPUserError(f"{os.fspath(path)!r} is no address in S3; write s3://bucket/key")
+        raise SMPUserError(f"{os.fspath(path)!r} is no address in S3; write s3://bucket/key", code="SMP402")
     return text
 
 

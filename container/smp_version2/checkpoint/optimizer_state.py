@@ -36,7 +36,9 @@ def load_sharded_optimizer_state(
         CheckpointError: the checkpoint has no state under this key.
     """
     if not isinstance(model_state_dict, dict):
-        raise SMPUserError(f"the state of the model is {kind_of(model_state_dict)}; pass model.state_dict()")
+        raise SMPUserError(
+            f"the state of the model is {kind_of(model_state_dict)}; pass model.state_dict()", code="SMP402"
+        )
     metadata = storage_reader.read_metadata()
     paths = {key: path for key, path in metadata.planner_data.items() if path[0] == optimizer_key}
     if not paths:

@@ -53,11 +53,13 @@ def limit_num_subdirs(
     if not isinstance(max_num_subdirs, int) or max_num_subdirs < 1:
         raise SMPUserError(
             f"limit_num_subdirs got max_num_subdirs={max_num_subdirs!r}, {kind_of(max_num_subdirs)}; pass a whole number of at "
-            "least 1"
+            "least 1",
+            code="SMP402",
         )
     if is_s3_uri(dir):
         raise SMPUserError(
-            f"limit_num_subdirs got {os.fspath(dir)!r}; it removes folders only: use a lifecycle rule of the bucket"
+            f"limit_num_subdirs got {os.fspath(dir)!r}; it removes folders only: use a lifecycle rule of the bucket",
+            code="SMP402",
         )
     if not log:
         return

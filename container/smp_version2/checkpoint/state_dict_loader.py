@@ -61,7 +61,7 @@ def load(
         CheckpointError: there is no complete checkpoint, or one of local shards of another degree or another rank.
     """
     if not isinstance(state_dict, dict):
-        raise SMPUserError(f"the state to load is {kind_of(state_dict)}; pass a dictionary")
+        raise SMPUserError(f"the state to load is {kind_of(state_dict)}; pass a dictionary", code="SMP402")
     reader = _choose_reader(checkpoint_id, storage_reader, s3_region, s3client_config)
     problem: Exception | None = None
     has_scales = False
@@ -99,7 +99,8 @@ def _choose_reader(
     if reader is None:
         if not checkpoint_id:
             raise SMPUserError(
-                "there is nothing to load; pass checkpoint_id, a folder or s3://bucket/key, or a storage_reader"
+                "there is nothing to load; pass checkpoint_id, a folder or s3://bucket/key, or a storage_reader",
+                code="SMP402",
             )
         return DistributedFileSystemReader(checkpoint_id, s3_region=region, s3client_config=config)
     if checkpoint_id:

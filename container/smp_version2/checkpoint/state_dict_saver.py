@@ -101,7 +101,8 @@ def async_save(  # noqa: PLR0913 - the documented signature
     kind = sharded_strategy if isinstance(sharded_strategy, type) else type(sharded_strategy)
     if not issubclass(kind, PyTorchDistSaveShardedStrategy):
         raise SMPUserError(
-            f"async_save got sharded_strategy={kind.__name__}; leave it out, or pass PyTorchDistSaveShardedStrategy"
+            f"async_save got sharded_strategy={kind.__name__}; leave it out, or pass PyTorchDistSaveShardedStrategy",
+            code="SMP402",
         )
     _check(state_dict, process_group, coordinator_rank)
     queue.maybe_finalize_async_calls(blocking=True)
@@ -125,7 +126,7 @@ def maybe_finalize_async_calls(
 
 def _check(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None, coordinator_rank: int) -> None:
     if not isinstance(state_dict, Mapping):
-        raise SMPUserError(f"the state to save is {kind_of(state_dict)}; pass a dictionary")
+        raise SMPUserError(f"the state to save is {kind_of(state_dict)}; pass a dictionary", code="SMP402")
     first = list_ranks(group)[0]
     if coordinator_rank not in (0, first):  # 0 is the default, and also the place in the group
         session.say_once(
@@ -139,7 +140,8 @@ def _choose_writer(
     if writer is None:
         if not checkpoint_id:
             raise SMPUserError(
-                "there is no place to save to; pass checkpoint_id, a folder or s3://bucket/key, or a storage_writer"
+                "there is no place to save to; pass checkpoint_id, a folder or s3://bucket/key, or a storage_writer",
+                code="SMP402",
             )
         return DistributedFileSystemWriter(checkpoint_id, s3_region=region, s3client_config=config)
     if checkpoint_id:

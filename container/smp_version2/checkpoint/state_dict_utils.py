@@ -37,9 +37,13 @@ def sm_state_dict_type(model: nn.Module, state_dict_type: SMStateDictType) -> It
         SMPUserError: no module, or another type.
     """
     if not isinstance(model, nn.Module):
-        raise SMPUserError(f"sm_state_dict_type got {kind_of(model)}; pass the model that FSDP has wrapped")
+        raise SMPUserError(
+            f"sm_state_dict_type got {kind_of(model)}; pass the model that FSDP has wrapped", code="SMP402"
+        )
     if state_dict_type is not SMStateDictType.SM_LOCAL_STATE_DICT:
-        raise SMPUserError(f"sm_state_dict_type got {state_dict_type!r}; pass SMStateDictType.SM_LOCAL_STATE_DICT")
+        raise SMPUserError(
+            f"sm_state_dict_type got {state_dict_type!r}; pass SMStateDictType.SM_LOCAL_STATE_DICT", code="SMP402"
+        )
     replaced = {
         "state_dict": functools.partial(read_local_state, model),
         "load_state_dict": functools.partial(load_local_state, model),

@@ -58,4 +58,4 @@ class MoEConfig:
 
 
 def _wrong(name: str, value: Any, allowed: str) -> SMPUserError:
-    return SMPUserError(f"MoEConfig got {name}={value!r}, {kind_of(value)}; pass {allowed}")
+    return SMPUserError(f"MoEConfig got {name}={value!r}, {kind_of(value)}; pass {allowed}", code="SMP303")

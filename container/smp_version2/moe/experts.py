@@ -56,7 +56,8 @@ class SharedExperts(nn.Module):
             raise SMPUserError(
                 "the experts of this model are shared out (expert_parallel_degree), and only FullyShardedDataParallel averages "
                 "their gradients over the ranks with the same experts: wrap the transformed model by it, not by fully_shard or "
-                "DistributedDataParallel, before it is called"
+                "DistributedDataParallel, before it is called",
+                code="SMP303",
             )
 
     def whole_names(self, name: str, rank: int) -> str:

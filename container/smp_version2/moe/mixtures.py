@@ -106,7 +106,8 @@ def convert(model: nn.Module, mixtures: list[Mixture], config: MoEConfig | None)
         asks = f"expert_parallel_degree is {group.size}" if group.size > 1 else "tsm.transform got a MoEConfig"
         raise SMPUserError(
             f"{asks}, and {kind_of(model)} has no mixture of experts, that is a module with a router and a list of experts, or a "
-            "module with parameters [experts, …] that takes tokens, choices and weights: leave it out for this model"
+            "module with parameters [experts, …] that takes tokens, choices and weights: leave it out for this model",
+            code="SMP303",
         )
     for mixture in found:
         _require_own_forward(mixture)
@@ -115,7 +116,8 @@ def convert(model: nn.Module, mixtures: list[Mixture], config: MoEConfig | None)
             fitting = ", ".join(str(n) for n in range(1, mixture.count + 1) if not mixture.count % n)
             raise SMPUserError(
                 f"expert_parallel_degree is {group.size}, and {mixture} has {mixture.count} experts, which cannot be divided by "
-                f"it: use one of {fitting}"
+                f"it: use one of {fitting}",
+                code="SMP303",
             )
         _convert_one(mixture, config if balances else None, group)
     return [mixture.module for mixture in found]
@@ -130,7 +132,8 @@ def _require_own_forward(mixture: Mixture) -> None:
     if replaced:
         raise SMPUserError(
             f"{', '.join(replaced)} has a forward of its own beside that of its class, as hooks of accelerate have: remove it "
-            "before tsm.transform"
+            "before tsm.transform",
+            code="SMP303",
         )
 
 
@@ -144,7 +147,8 @@ def _require_whole_tables(mixture: Mixture) -> None:
     if other:
         raise SMPUserError(
             f"{mixture}: {', '.join(other)} in its experts does not belong to one expert each, so they cannot be shared out: set "
-            "expert_parallel_degree to 1"
+            "expert_parallel_degree to 1",
+            code="SMP303",
         )
 
 
@@ -187,7 +191,8 @@ def _require_plain(mixture: Mixture) -> None:
         what = f"has {', '.join(others)} besides" if others else f"has a {type(router).__name__} as"
         raise SMPUserError(
             f"{mixture} {what} its router {mixture.router} and its experts, and MoEConfig balances mixtures of a linear router and "
-            "experts alone: pass MoEConfig(smp_moe=False), which keeps the model's routing"
+            "experts alone: pass MoEConfig(smp_moe=False), which keeps the model's routing",
+            code="SMP303",
         )
 
 
@@ -200,7 +205,8 @@ def _balance(mixture: Mixture, config: MoEConfig, trial: MixtureTrial) -> None:
     if not trial.router_chooses(mixture.count):
         raise SMPUserError(
             f"the router {mixture.router} of {mixture} does not return its results, weights and choices, so MoEConfig cannot "
-            "balance it: pass MoEConfig(smp_moe=False), which keeps the model's routing"
+            "balance it: pass MoEConfig(smp_moe=False), which keeps the model's routing",
+            code="SMP303",
         )
     router: Any = mixture.module.get_submodule(mixture.router)
     router.moe_config = config

@@ -84,7 +84,8 @@ class MixtureTrial:
             return True
         raise SMPUserError(
             "a mixture returns neither its results nor these and its router's, so MoEConfig cannot take its place: pass "
-            "MoEConfig(smp_moe=False), which keeps the model's routing"
+            "MoEConfig(smp_moe=False), which keeps the model's routing",
+            code="SMP303",
         )
 
     def router_chooses(self, experts: int) -> bool:
@@ -108,7 +109,8 @@ class MixtureTrial:
         if not apart <= _TOLERANCES.get(wanted.dtype, _ROUGH):
             raise SMPUserError(
                 f"{name} computes something else when its experts are called one by one ({apart:.1e} apart, relative to the "
-                "greatest result), so they cannot be shared out: set expert_parallel_degree to 1"
+                "greatest result), so they cannot be shared out: set expert_parallel_degree to 1",
+                code="SMP303",
             )
 
 

@@ -74,7 +74,8 @@ class ReplayedMixture(nn.Module):
             super().forward(*copies, **kwargs)
         if not asked.calls:
             raise SMPUserError(
-                f"{kind_of(self)} has called none of its experts; call it with at least one token on every rank"
+                f"{kind_of(self)} has called none of its experts; call it with at least one token on every rank",
+                code="SMP303",
             )
         rows = torch.cat([rows for _, rows in asked.calls])
         numbers = torch.cat([rows.new_full(rows.shape[:1], at, dtype=torch.long) for at, rows in asked.calls])
@@ -141,7 +142,8 @@ class RecordedCalls(ExpertCalls):
         if rows.dim() != 2:
             raise SMPUserError(
                 f"an expert is called with rows of shape {list(rows.shape)}, and only rows [tokens, features] can be exchanged: "
-                "set expert_parallel_degree to 1"
+                "set expert_parallel_degree to 1",
+                code="SMP303",
             )
         self.calls.append((number, rows))
         return torch.zeros_like(rows)
@@ -159,7 +161,8 @@ class AnsweredCalls(ExpertCalls):
         if not self._left or self._left[0][0] != number or self._left[0][1].shape[0] != rows.shape[0]:
             raise SMPUserError(
                 "a mixture has called other experts in a second run with the same tokens, so they cannot be exchanged: set "
-                "expert_parallel_degree to 1, or take away what draws random numbers in its routing"
+                "expert_parallel_degree to 1, or take away what draws random numbers in its routing",
+                code="SMP303",
             )
         return self._left.pop(0)[1]
 

@@ -40,7 +40,8 @@ def leave_out(given: dict[str, Any], experts: list[SharedExperts]) -> dict[str, 
     if not given.get("use_orig_params"):
         raise SMPUserError(
             "FullyShardedDataParallel got use_orig_params=False, and the experts of this model are shared out; norms and "
-            "checkpoints have to tell their parameters from others: pass use_orig_params=True"
+            "checkpoints have to tell their parameters from others: pass use_orig_params=True",
+            code="SMP303",
         )
     ignored = list(given.get("ignored_modules") or ())
     states = list(given.get("ignored_states") or ())
@@ -65,7 +66,8 @@ def require_all_ranks(given: dict[str, Any], ranks: Ranks) -> None:
     if found != wanted:
         raise SMPUserError(
             f"FullyShardedDataParallel got groups of {found} ranks, and {wanted} ranks have what is no expert: leave "
-            "process_group and device_mesh out, or pass groups of all of them"
+            "process_group and device_mesh out, or pass groups of all of them",
+            code="SMP303",
         )
 
 

@@ -31,7 +31,8 @@ class _RuntimeCheckingGroup(click.Group):
         except ImportError as error:
             raise ConfigError(
                 f"this command reads tensors, but the package {error.name} is not installed here; install it with "
-                f"{install_command('runtime')}"
+                f"{install_command('runtime')}",
+                code="SMP402",
             ) from None
 
 
@@ -290,7 +291,9 @@ def convert(
 
     target = Path(out)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"OUT is {out}, which exists: nothing is overwritten; give a new name or remove it first")
+        raise ConfigError(
+            f"OUT is {out}, which exists: nothing is overwritten; give a new name or remove it first", code="SMP402"
+        )
     try:
         size = bytes_in(largest_file)
         source = conversion.full_weights(Path(path), config) if tag is None else None
@@ -312,9 +315,11 @@ def convert(
         else:
             files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
     except OSError as error:
-        raise ConfigError(f"{error.filename or out} cannot be written or read: {error.strerror}") from None
+        raise ConfigError(
+            f"{error.filename or out} cannot be written or read: {error.strerror}", code="SMP402"
+        ) from None
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error), code="SMP402") from None
     written = sum(file.stat().st_size for file in files)
     click.echo(f"{count} tensors, {_size(written)}: {', '.join(str(file) for file in files)}")
 
@@ -333,12 +338,14 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
     if path.startswith("s3://"):
         raise ConfigError(
             f"PATH is {path}, but checkpoints are read from this machine: copy them first, for example with "
-            f"aws s3 cp --recursive {path} ./checkpoints"
+            f"aws s3 cp --recursive {path} ./checkpoints",
+            code="SMP402",
         )
     folder = Path(path.removeprefix("file://"))
     if not folder.is_dir():
         raise ConfigError(
-            f"PATH is {path}, and there is no such folder ({folder.absolute()}): give a folder with checkpoints"
+            f"PATH is {path}, and there is no such folder ({folder.absolute()}): give a folder with checkpoints",
+            code="SMP402",
         )
     if (folder / MANIFEST).is_file() or folder.name.endswith(PARTIAL):
         return folder.parent, [inspect_folder(folder)]
@@ -347,19 +354,22 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
     if _has_files_of_version_2(folder):
         raise ConfigError(
             f"PATH is {path}, which has sharded checkpoints of version 2 of the library (torch.sagemaker); convert reads them, "
-            "without --tag, and the other commands are for version 1"
+            "without --tag, and the other commands are for version 1",
+            code="SMP402",
         )
     partial = (p for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and len(p.relative_to(folder).parts) <= _DEPTH)
     below = sorted({p.parent for p in partial})
     if len(below) > 1:
         raise ConfigError(
             f"PATH is {path}, below which {len(below)} folders have checkpoints: give one of them, such as "
-            f"{', '.join(map(str, below[:4]))}"
+            f"{', '.join(map(str, below[:4]))}",
+            code="SMP402",
         )
     if not below:
         raise ConfigError(
             f"PATH is {path}, and neither it nor a folder below has a partial checkpoint (a folder TAG{PARTIAL}): give the "
-            "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri"
+            "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri",
+            code="SMP402",
         )
     return below[0], checkpoints_in(below[0])
 
@@ -380,7 +390,7 @@ def _choose(
     if tag is not None:
         chosen = next((c for c in found if tag in (c.name, c.name.removesuffix("_partial"))), None)
         if chosen is None:
-            raise ConfigError(f"--tag is {tag}, but {parent} has {names}: use one of these")
+            raise ConfigError(f"--tag is {tag}, but {parent} has {names}: use one of these", code="SMP402")
     else:
         chosen = next((c for c in found if c.is_whole), None)
     if may_be_broken:
@@ -388,7 +398,9 @@ def _choose(
     if chosen is None or not chosen.is_whole:
         reasons = "; ".join(f"{c.name}: {c.problems[0]}" for c in ([chosen] if chosen else found) if c.problems)
         whole = ", ".join(c.name for c in found if c.is_whole) or "none"
-        raise ConfigError(f"there is no whole checkpoint to convert ({reasons}); whole ones in {parent}: {whole}")
+        raise ConfigError(
+            f"there is no whole checkpoint to convert ({reasons}); whole ones in {parent}: {whole}", code="SMP402"
+        )
     return chosen
 
 

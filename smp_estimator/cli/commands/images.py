@@ -56,7 +56,8 @@ def _gpu(instance_type: str | None) -> str | None:
     if found is None:
         raise ConfigError(
             f"--instance-type is {instance_type}, which the catalogue of GPU instances does not have, so it is not known "
-            "which images have code for it; leave it out to see all"
+            "which images have code for it; leave it out to see all",
+            code="SMP108",
         )
     return found.gpu
 

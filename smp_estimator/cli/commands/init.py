@@ -34,14 +34,17 @@ def init(folder: str, *, yes: bool, force: bool, **given: Any) -> None:
     there = [name for name in texts if (target / name).exists()]
     if there and not force:
         raise ConfigError(
-            f"{target.absolute()} has {' and '.join(there)} already, which would be replaced: give another FOLDER, or --force"
+            f"{target.absolute()} has {' and '.join(there)} already, which would be replaced: give another FOLDER, or --force",
+            code="SMP108",
         )
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (target / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"FOLDER {target.absolute()} cannot be written: {error.strerror}; give another one") from None
+        raise ConfigError(
+            f"FOLDER {target.absolute()} cannot be written: {error.strerror}; give another one", code="SMP108"
+        ) from None
     click.echo(f"{target / 'train.py'}: your model and your data go into make_model() and make_data()")
     click.echo(f"{target / 'train.ipynb'}: the same job from a notebook")
     if target != Path("."):

@@ -38,7 +38,7 @@ def migrate(file: str, write: bool) -> None:
             path.write_text(made.content, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {error.strerror}; without --write the change is shown"
+                f"{path} cannot be written: {error.strerror}; without --write the change is shown", code="SMP117"
             ) from None
         out.print(f"{escape(file)}: changed; {install_command('sagemaker3')} has what it needs", soft_wrap=True)
     else:

@@ -27,7 +27,8 @@ def models(family: tuple[str, ...], major: str | None, not_equal: bool) -> None:
     if not found:
         raise ConfigError(
             f"no family of the {len(matrix.families)} that were measured has {' or '.join(family)} in its name; give a part of "
-            "config.model_type, such as llama, or nothing for all"
+            "config.model_type, such as llama, or nothing for all",
+            code="SMP108",
         )
     major = major or max(matrix.versions)
     shown = [each for each in found if major in each.majors and (not not_equal or _differs(each, major))]

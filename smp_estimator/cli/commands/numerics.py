@@ -59,7 +59,9 @@ def diff(
     them.
     """
     if not bisect and (command_one or command_other or folder):
-        raise ConfigError("--command-one, --command-other and --folder say how to repeat the runs: give --bisect too")
+        raise ConfigError(
+            "--command-one, --command-other and --folder say how to repeat the runs: give --bisect too", code="SMP119"
+        )
     found = compare(RecordedRun.read(one), RecordedRun.read(other))
     if bisect:
         with tempfile.TemporaryDirectory(prefix="smp-bisect-") as alone:
@@ -105,7 +107,9 @@ def _empty(folder: str | None, otherwise: str) -> Path:
     """
     place = Path(folder) if folder else Path(otherwise)
     if place.is_dir() and any(place.iterdir()):
-        raise ConfigError(f"--folder {folder} is not empty; the runs would read each other's files: name a new folder")
+        raise ConfigError(
+            f"--folder {folder} is not empty; the runs would read each other's files: name a new folder", code="SMP119"
+        )
     return place
 
 
@@ -157,7 +161,8 @@ def verify(
     """
     if plain == (parameters is not None):
         raise ConfigError(
-            "verify takes either --parameters, the degrees of a script with smp, or --plain, for a script without it: give one"
+            "verify takes either --parameters, the degrees of a script with smp, or --plain, for a script without it: give one",
+            code="SMP119",
         )
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
         place = _empty(folder, alone)
@@ -188,7 +193,8 @@ def _planned(
     if batches is not None:
         raise ConfigError(
             "--batches names a function of a script without smp, and --parameters is of a script with smp: its batches are those "
-            "that its functions with @smp.step get; leave --batches out"
+            "that its functions with @smp.step get; leave --batches out",
+            code="SMP119",
         )
     given = parse_dictionary(parameters, "--parameters")
     planned = Verification.plan(script, words, given, processes, steps or 3, seed, folder)
@@ -218,7 +224,7 @@ def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:
             out.print(f"picture: {escape(str(save_picture(found, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
         except OSError as error:
             raise ConfigError(
-                f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists"
+                f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists", code="SMP119"
             ) from None
     first, *more_said = write_verdict(found)
     colour = "green" if found.is_equal and found.compared else "red"

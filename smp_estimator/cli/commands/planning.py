@@ -97,7 +97,8 @@ def _job(given: dict[str, Any]) -> dict[str, Any]:
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(
             f"--gpu-memory is {memory:g}; it is the memory of one GPU in GiB: give more than 0, or leave it out for the "
-            "catalogue's"
+            "catalogue's",
+            code="SMP108",
         )
     prices = dict(map(_price, given.pop("prices")))
     if given["utilisation"] is None:
@@ -114,7 +115,8 @@ def _price(text: str) -> tuple[str, float]:
     except ValueError:
         raise ConfigError(
             f"--price is {text!r}; it gives the price of one instance of a type in US dollars per hour: write for example "
-            "--price ml.p4d.24xlarge=25"
+            "--price ml.p4d.24xlarge=25",
+            code="SMP108",
         ) from None
 
 
@@ -194,7 +196,8 @@ def suggest(
     if arguments:
         raise ConfigError(
             f"{' '.join(arguments)} stands behind the model, and only --script has arguments of its own; leave it out, or name "
-            "the script with --script"
+            "the script with --script",
+            code="SMP108",
         )
     seconds: dict[str, Any] = {} if budget is None else {"budget": budget}
     found = planning.suggest(parameters=current, **seconds, **_job(given))
@@ -220,7 +223,8 @@ def _suggest_for_script(
     ):
         if given[name] is None:
             raise ConfigError(
-                f"a script is rehearsed on one cluster with one global batch, and there is no {option}; give {option}"
+                f"a script is rehearsed on one cluster with one global batch, and there is no {option}; give {option}",
+                code="SMP108",
             )
     job = _job({**given, "model": "gpt2"})
     precision = {} if given["precision"] in ("auto", "fp32") else {given["precision"]: True}

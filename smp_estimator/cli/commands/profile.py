@@ -33,6 +33,6 @@ def profile(job_output: str, trace: str | None) -> None:
         Path(trace).write_text(json.dumps(merged_trace(traces, timeline_beside(job_output))), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{trace} cannot be written: {error.strerror}; --trace names a file in a folder that exists"
+            f"{trace} cannot be written: {error.strerror}; --trace names a file in a folder that exists", code="SMP108"
         ) from None
     out.print(f"trace: {escape(trace)} (open it in ui.perfetto.dev)", soft_wrap=True)

@@ -83,7 +83,8 @@ def rehearse(
             Path(file).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{file} cannot be written: {error.strerror}; --json names a file in a folder that exists"
+                f"{file} cannot be written: {error.strerror}; --json names a file in a folder that exists",
+                code="SMP108",
             ) from None
     console().print(found)
     for path, draw in ((memory_picture, save_memory), (link_picture, save_links)):

@@ -31,15 +31,16 @@ def reshape(job: str, parameters: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while (said := read_answer(found.folder)) is None:
         if not found.folder.is_dir():
-            raise ConfigError(f"job {found.name!r} has ended before it came to the request")
+            raise ConfigError(f"job {found.name!r} has ended before it came to the request", code="SMP314")
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"job {found.name!r} has not answered for {timeout:g} s: it takes requests if {VARIABLE}=1 is in its environment, "
-                "and after its next optimizer.step(); the request stays"
+                "and after its next optimizer.step(); the request stays",
+                code="SMP314",
             )
         time.sleep(0.1)
     if "error" in said:
-        raise ConfigError(str(said["error"]))
+        raise ConfigError(str(said["error"]), code="SMP314")
     text = f"job {found.name or 'without a name'} goes on with {json.dumps(_read(parameters))}; it took {said['seconds']:.2f} s"
     console().print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -54,10 +55,12 @@ def _read(parameters: str) -> dict[str, Any]:
         value = json.loads(parameters)
     except ValueError as error:
         raise ConfigError(
-            f"--parameters {parameters!r} is no JSON ({error}); write for example '{{\"microbatches\": 4}}'"
+            f"--parameters {parameters!r} is no JSON ({error}); write for example '{{\"microbatches\": 4}}'",
+            code="SMP314",
         ) from None
     if not isinstance(value, dict) or not value:
         raise ConfigError(
-            f"--parameters {parameters!r} is no dictionary of parameters, such as '{{\"microbatches\": 4}}'"
+            f"--parameters {parameters!r} is no dictionary of parameters, such as '{{\"microbatches\": 4}}'",
+            code="SMP314",
         )
     return value

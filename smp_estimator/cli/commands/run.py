@@ -48,7 +48,9 @@ def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
     for value in values:
         name, sign, text = value.partition("=")
         if not sign or not name:
-            raise ConfigError(f"{option} is {value!r}; it has a name and a value: write {option} name=value")
+            raise ConfigError(
+                f"{option} is {value!r}; it has a name and a value: write {option} name=value", code="SMP108"
+            )
         yield name, text
 
 
@@ -110,7 +112,9 @@ def run(
     """
     path = Path(script).absolute()
     if source_dir and Path(source_dir).absolute() not in path.parents:
-        raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
+        raise ConfigError(
+            f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it", code="SMP108"
+        )
     environment = dict(_environment(given["env"]))
     is_2, parameters = _choose(given["parameters"], path)
     settings: dict[str, Any] = {
@@ -221,7 +225,8 @@ def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for name, folder in pairs(values, "--channel"):
         if not Path(folder).is_dir():
             raise ConfigError(
-                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
+                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it",
+                code="SMP108",
             )
         yield name, address_of(folder)
 
@@ -231,7 +236,8 @@ def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         if name.startswith("SMP_") and is_foreign(name) and not name.startswith("SMP_LAUNCH_"):
             raise ConfigError(
                 f"--env {name} is {text!r}, and the launcher sets {name} in every rank itself: leave it out"
-                + (", and give --checkpoints DIR" if name == _CHECKPOINTS_VARIABLE else "")
+                + (", and give --checkpoints DIR" if name == _CHECKPOINTS_VARIABLE else ""),
+                code="SMP108",
             )
         yield name, text
 

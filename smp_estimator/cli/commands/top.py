@@ -61,7 +61,8 @@ def top(job: str, once: bool, as_json: bool, seconds: float, log: IO[str] | None
     if not newest:
         raise ConfigError(
             f"nothing is known of the ranks of {name}; its log has no lines of them: give the job "
-            f'environment={{"{RECORDS_VARIABLE}": "10"}}, or wait for its first steps'
+            f'environment={{"{RECORDS_VARIABLE}": "10"}}, or wait for its first steps',
+            code="SMP108",
         )
 
 
@@ -93,7 +94,9 @@ def _of_lines(lines: Iterable[str]) -> Views:
 
 def _of_cloud(job: str, seconds: float) -> Views:
     if not job:
-        raise ConfigError("JOB is missing; name a training job of the cloud: smp-estimator top JOB --cloud")
+        raise ConfigError(
+            "JOB is missing; name a training job of the cloud: smp-estimator top JOB --cloud", code="SMP108"
+        )
     import boto3
 
     from smp_estimator.cloud.log import ENDED, CloudLog

@@ -54,7 +54,8 @@ def read_archive(path: Path) -> Iterator[tarfile.TarFile]:
     except _BROKEN as error:
         raise ConfigError(
             f"{path} is no readable archive: {_said(error)}; it has {_size(path)}, and may have been cut or changed on its way: "
-            "make or fetch it again"
+            "make or fetch it again",
+            code="SMP114",
         ) from error
 
 
@@ -80,7 +81,9 @@ def unpack(path: Path, target: Path, where: str) -> None:
         raise
     except _BROKEN as error:
         _empty(target)
-        raise ConfigError(f"{where} cannot be unpacked: {_said(error)}; make it again with tar czf") from error
+        raise ConfigError(
+            f"{where} cannot be unpacked: {_said(error)}; make it again with tar czf", code="SMP114"
+        ) from error
 
 
 def _checked(archive: tarfile.TarFile, where: str, most: int) -> list[tarfile.TarInfo]:
@@ -95,12 +98,14 @@ def _checked(archive: tarfile.TarFile, where: str, most: int) -> list[tarfile.Ta
         if why := _why_refused(member, name, kinds):
             raise ConfigError(
                 f"{where} holds {show_value(member.name)}, {why}; its files are unpacked into the job's code folder, and nothing "
-                "else: pack plain files below one folder with tar czf"
+                "else: pack plain files below one folder with tar czf",
+                code="SMP114",
             )
         if size > most or len(members) > MOST_FILES:
             raise ConfigError(
                 f"{where} holds {size:,} bytes or more in {len(members):,} or more files; the code of a job has at most "
-                f"{MOST_FILES:,} files and, on this machine now, {most:,} bytes: put data into a channel"
+                f"{MOST_FILES:,} files and, on this machine now, {most:,} bytes: put data into a channel",
+                code="SMP114",
             )
         kinds[name] = member.issym()
     return members

@@ -74,7 +74,7 @@ def read_channels(input_config: Sequence[Mapping[str, Any]] | None, input_mode: 
 
 
 def _refuse_pipe(what: str) -> None:
-    raise ConfigError(f"{what}, but a job on this machine reads plain files; use 'File' or 'FastFile'")
+    raise ConfigError(f"{what}, but a job on this machine reads plain files; use 'File' or 'FastFile'", code="SMP114")
 
 
 def _refuse_settings(name: str, entry: Mapping[str, Any], source: Mapping[str, Any]) -> None:
@@ -85,7 +85,8 @@ def _refuse_settings(name: str, entry: Mapping[str, Any], source: Mapping[str, A
             raise ConfigError(
                 f"channel {name!r} has {key} {show_value(value)}, but a job on this machine reads the files of a folder as "
                 "they are, on "
-                "all hosts; leave it out"
+                "all hosts; leave it out",
+                code="SMP114",
             )
 
 
@@ -94,7 +95,8 @@ def _channel(entry: Mapping[str, Any], input_mode: str | None) -> Channel:
     if not _NAME.fullmatch(name) or name in (".", ".."):
         raise ConfigError(
             f"the channel name {name!r} has characters that a folder of /opt/ml/input/data cannot have; names are made of "
-            "letters, digits, '.', '_' and '-': rename it, for example to 'train'"
+            "letters, digits, '.', '_' and '-': rename it, for example to 'train'",
+            code="SMP114",
         )
     source = entry.get("DataSource", {})
     s3 = source.get("S3DataSource", {})
@@ -102,7 +104,8 @@ def _channel(entry: Mapping[str, Any], input_mode: str | None) -> Channel:
     if uri is None:
         raise ConfigError(
             f"channel {name!r} has the data source {sorted(source)}, but a job on this machine has no file system service; "
-            f"mount it and give {{{name!r}: 'file:///the/mount/point'}}"
+            f"mount it and give {{{name!r}: 'file:///the/mount/point'}}",
+            code="SMP114",
         )
     uri = require_address(uri, f"channel {name!r}")
     mode = entry.get("InputMode") or input_mode or "File"
@@ -111,7 +114,8 @@ def _channel(entry: Mapping[str, Any], input_mode: str | None) -> Channel:
     if s3.get("S3DataType", "S3Prefix") != "S3Prefix":
         raise ConfigError(
             f"channel {name!r} is a {s3['S3DataType']}, but a job on this machine reads whole prefixes; give the prefix "
-            "that holds the files"
+            "that holds the files",
+            code="SMP114",
         )
     _refuse_settings(name, entry, s3)
     if is_file_uri(uri):
@@ -137,5 +141,6 @@ def require_existing(path: Path, what: str) -> None:
     listed = ", ".join(beside[:8]) + (" …" if len(beside) > 8 else "") if beside else "nothing"
     hint = suggest(missing.name, beside)
     raise ConfigError(
-        f"{what} is {path}, which does not exist{hint}; {missing.parent} holds {listed}: create it or correct the path"
+        f"{what} is {path}, which does not exist{hint}; {missing.parent} holds {listed}: create it or correct the path",
+        code="SMP114",
     )

@@ -89,7 +89,8 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise ConfigError(
             f"{path}{more} could not be copied: {reason}; all of {source} is shipped to the job: make the file readable, or "
-            "keep it outside the directory"
+            "keep it outside the directory",
+            code="SMP115",
         ) from None
 
 

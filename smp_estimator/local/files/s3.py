@@ -73,7 +73,8 @@ class S3Access:
         except (BotoCoreError, ClientError) as error:
             raise ConfigError(
                 f"{uri} could not be downloaded: {error}; an s3:// address needs AWS credentials that may read it: "
-                "configure them, or give a local directory as 'file:///the/directory'"
+                "configure them, or give a local directory as 'file:///the/directory'",
+                code="SMP114",
             ) from error
 
     def upload_file(self, path: str, uri: str) -> None:

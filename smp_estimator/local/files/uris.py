@@ -60,20 +60,23 @@ def require_nameable(path: str, what: str) -> None:
     """Raise ConfigError if no file system can have this path, so that it cannot even be looked up."""
     if why := strict_json.why_unusable(path):
         raise ConfigError(
-            f"{what} {why}; it begins with {path[:60]!r}, and no file can have such a name: correct the path"
+            f"{what} {why}; it begins with {path[:60]!r}, and no file can have such a name: correct the path",
+            code="SMP114",
         )
     longest = max(len(part.encode()) for part in path.split("/"))
     if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
         raise ConfigError(
             f"{what} is {show_value(path)}, a path of {len(path.encode()):,} bytes with a name of {longest:,}; file systems "
             "have at "
-            f"most {_LONGEST_PATH:,} and {_LONGEST_NAME:,}: give a shorter path"
+            f"most {_LONGEST_PATH:,} and {_LONGEST_NAME:,}: give a shorter path",
+            code="SMP114",
         )
     try:
         Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{what} is {show_value(path)}, and there is no such home folder ({error}): write the path out"
+            f"{what} is {show_value(path)}, and there is no such home folder ({error}): write the path out",
+            code="SMP114",
         ) from None
 
 
@@ -89,9 +92,11 @@ def require_address(value: object, what: str) -> str:
     if isinstance(value, str) and "://" not in value:
         raise ConfigError(
             f"{what} is {value!r}, which is neither a file:// nor an s3:// address; plain paths are not read as "
-            f"addresses: write 'file://{Path(value).expanduser().absolute()}'"
+            f"addresses: write 'file://{Path(value).expanduser().absolute()}'",
+            code="SMP114",
         )
     raise ConfigError(
         f"{what} is {show_value(value)} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
-        "machine reads and writes only these two: write 'file:///absolute/path' or 's3://bucket/prefix'"
+        "machine reads and writes only these two: write 'file:///absolute/path' or 's3://bucket/prefix'",
+        code="SMP114",
     )

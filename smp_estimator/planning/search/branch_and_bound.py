@@ -162,9 +162,13 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget is not None and not budget > 0:
-            raise ConfigError(f"the budget is {budget} seconds; a search needs some: give more than 0, or leave it out")
+            raise ConfigError(
+                f"the budget is {budget} seconds; a search needs some: give more than 0, or leave it out", code="SMP110"
+            )
         if not 0 <= gap < 1:
-            raise ConfigError(f"gap is {gap}; it is a part of the best's worth: give 0 or more, and less than 1")
+            raise ConfigError(
+                f"gap is {gap}; it is a part of the best's worth: give 0 or more, and less than 1", code="SMP110"
+            )
         self.regions = tuple(regions)
         self._budget, self._gap, self._clock = budget, gap, clock
         self._start = clock()

@@ -75,7 +75,8 @@ def region_of(request: Request, samples: int, *, offloads: bool = True) -> Searc
     why = unknown_because(request)
     if why is not None:
         raise ConfigError(
-            f"configurations on {request.instance_type} cannot be compared by their time: {why}; use another instance type"
+            f"configurations on {request.instance_type} cannot be compared by their time: {why}; use another instance type",
+            code="SMP110",
         )
     space = space_of(request, samples, offloads=offloads)
     memory = request.gpu_memory_bytes
@@ -165,7 +166,8 @@ def refuse_pieces(settings: ModelParallelParameters) -> None:
     if settings.virtual_stages > 1:
         raise ConfigError(
             f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
-            "parameters, and plan or rehearse what is found with it"
+            "parameters, and plan or rehearse what is found with it",
+            code="SMP110",
         )
 
 

@@ -54,7 +54,8 @@ def check_preference(prefer: str) -> str:
     if prefer not in PREFERENCES:
         raise ConfigError(
             f"prefer is {prefer!r}{suggest(str(prefer), PREFERENCES)}; clusters that fit are compared by their size, by what "
-            f"a token costs, or by tokens per second: use one of {', '.join(PREFERENCES)}"
+            f"a token costs, or by tokens per second: use one of {', '.join(PREFERENCES)}",
+            code="SMP110",
         )
     return prefer
 

@@ -182,7 +182,7 @@ class Space:
     def __post_init__(self) -> None:
         for name in ("world", "per_host", "samples", "accumulation", "layers"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a count: set it to 1 or more")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a count: set it to 1 or more", code="SMP110")
 
     def replicas(self, at: Configuration) -> int:
         """Return the number of ranks that have the same part of the model."""
@@ -208,7 +208,8 @@ class Space:
             raise ConfigError(
                 f"a global batch of {self.samples} samples cannot be read by {replicas} replicas in {self.accumulation} "
                 f"accumulation steps of {microbatches} microbatches ({self.world} processes, pipeline {at.pipeline or 1}, "
-                f"tensor {at.tensor or 1}); use a multiple of {readers * microbatches}"
+                f"tensor {at.tensor or 1}); use a multiple of {readers * microbatches}",
+                code="SMP110",
             )
 
     def topology(self, at: Configuration) -> Topology:

@@ -242,7 +242,8 @@ def suggest(  # noqa: PLR0913 - each of a caller's options has its own name
     if workload.get("step_seconds") is not None:
         raise ConfigError(
             f"step_seconds is {workload['step_seconds']!r}; it is the time of one configuration, and suggest() compares many: give "
-            "it to plan(), with the parameters that it was measured with, or utilisation to both"
+            "it to plan(), with the parameters that it was measured with, or utilisation to both",
+            code="SMP110",
         )
     require_usable(instance_type)
     shape = shape_given(model, sequence)  # read once, for all that is tried
@@ -263,14 +264,16 @@ def suggest(  # noqa: PLR0913 - each of a caller's options has its own name
         )
         if request.gpu_memory_bytes is None:
             raise ConfigError(
-                f"the memory of {kind!r} is unknown, so nothing can be said to fit; give gpu_memory_bytes, the memory of one GPU"
+                f"the memory of {kind!r} is unknown, so nothing can be said to fit; give gpu_memory_bytes, the memory of one GPU",
+                code="SMP110",
             )
         return request, global_batch or batch * request.world * request.workload.accumulation
 
     if parameters is not None and (instance_type is None or instance_count is None):
         raise ConfigError(
             f"parameters were given, but instance_type is {instance_type!r} and instance_count {instance_count!r}; single changes "
-            "are compared on one cluster: give both, or leave parameters out"
+            "are compared on one cluster: give both, or leave parameters out",
+            code="SMP110",
         )
     if instance_type is not None and instance_count is not None:
         request, read = ask(instance_type, instance_count)
@@ -310,7 +313,9 @@ def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, s
         many = f"{instance_count} instances" if instance_count else f"up to {MOST_INSTANCES:,} instances"
         others = smallest_clusters(ask) if instance_count else ()
         remedy = f"it fits on {others[0]}" if others else "use a smaller batch, a shorter sequence or a smaller model"
-        raise ConfigError(f"the model fits on no cluster of {many} of any current type with {samples}; {remedy}")
+        raise ConfigError(
+            f"the model fits on no cluster of {many} of any current type with {samples}; {remedy}", code="SMP110"
+        )
     return _chosen(clusters, ask)
 
 
@@ -325,21 +330,26 @@ def _check(
     """Refuse arguments that are invalid, alone or together."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise ConfigError(
-            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
+            f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these",
+            code="SMP110",
         )
     check_preference(prefer)
     if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int) or up_to < 1):
-        raise ConfigError(f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out")
+        raise ConfigError(
+            f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out", code="SMP110"
+        )
     if up_to is not None and (prefer == "smallest" or instance_count is not None):
         other = f"instance_count {instance_count}" if instance_count is not None else 'prefer="smallest"'
         raise ConfigError(
             f'up_to is {up_to}, but {other} settles the number of instances; leave up_to out, or use prefer="cheapest" or '
-            '"fastest" without instance_count'
+            '"fastest" without instance_count',
+            code="SMP110",
         )
     if instance_type is None and gpu_memory_bytes is not None:
         raise ConfigError(
             "gpu_memory_bytes was given, but no instance_type, and GPUs of each type have their own memory: give instance_type "
-            "too, or leave gpu_memory_bytes out"
+            "too, or leave gpu_memory_bytes out",
+            code="SMP110",
         )
 
 
@@ -378,12 +388,14 @@ def _refuse_incomparable(
     if up_to is not None and first.instance_count > up_to:
         raise ConfigError(
             f"up_to is {up_to}, but the fewest instances on which the model fits are {first}; raise up_to to "
-            f"{first.instance_count}, or use a smaller batch or a shorter sequence"
+            f"{first.instance_count}, or use a smaller batch or a shorter sequence",
+            code="SMP110",
         )
     if choice.left_out:
         raise ConfigError(
             f"prefer is {prefer!r}, and the model fits on {first}, but not on a cluster that can be compared: "
-            f'{"; ".join(choice.left_out)}; give prices for what has none, or use prefer="smallest"'
+            f'{"; ".join(choice.left_out)}; give prices for what has none, or use prefer="smallest"',
+            code="SMP110",
         )
 
 
@@ -429,7 +441,8 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
         if not tried:
             raise ConfigError(
                 f"no degrees give a global batch of {samples} samples on {request.world} processes; each process, or group "
-                f"of processes, reads whole samples: use a global batch of {request.world}"
+                f"of processes, reads whole samples: use a global batch of {request.world}",
+                code="SMP110",
             )
         tight = [step for step in tried if step.plan.verdict is Verdict.TIGHT]
         chosen = alternative or (tight[0] if tight else min(tried, key=lambda step: step.plan.total_bytes))

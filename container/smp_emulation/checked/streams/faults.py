@@ -8,6 +8,8 @@ from smp_config.error_codes import Coded
 class StreamFault(Coded, RuntimeError):
     """Work on a GPU would not be ordered as the program needs it."""
 
+    code = "SMP602"
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         found.append(message)

@@ -355,7 +355,8 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise SMPUserError(
             f"user_content holds something that cannot be saved ({str(error).splitlines()[0]}: pickle refuses it); keep to "
-            "dictionaries, lists, numbers, strings, tensors and arrays"
+            "dictionaries, lists, numbers, strings, tensors and arrays",
+            code="SMP402",
         ) from None
     if trusted or is_plain:
         return buffer.getvalue()
@@ -367,7 +368,8 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
         raise SMPUserError(
             f"user_content holds an object that could not be loaded back safely ({_refused_object(error)}); keep to dictionaries, "
             "lists, numbers, strings, tensors, arrays, namespaces and configurations of Transformers, for example its __dict__, or "
-            "pass trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
+            "pass trust_user_content=True to save_checkpoint and to resume_from_checkpoint",
+            code="SMP402",
         ) from None
     return buffer.getvalue()
 

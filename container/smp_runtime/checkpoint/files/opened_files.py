@@ -68,7 +68,7 @@ def local_path(path: Any, what: str) -> Path:
         SMPUserError: it is an address such as ``s3://bucket/x``, empty, or no path at all.
     """
     if (why := why_no_path(path)) is not None:
-        raise SMPUserError(f"{what} {why}")
+        raise SMPUserError(f"{what} {why}", code="SMP402")
     return Path(path)
 
 

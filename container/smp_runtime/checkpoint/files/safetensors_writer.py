@@ -67,7 +67,8 @@ def write_safetensors(
         if value.dtype not in _NAMES:
             raise SMPUserError(
                 f"{name} is of type {value.dtype}, which a safetensors file cannot hold; save with torch.save, for example "
-                'with tag="pytorch_model.bin"'
+                'with tag="pytorch_model.bin"',
+                code="SMP402",
             )
         start, end = end, end + size_of(value)
         header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}

@@ -53,7 +53,9 @@ def bytes_in(size: int | str) -> int:
     except (ValueError, KeyError):
         count = 0
     if count < 1:
-        raise SMPUserError(f"the largest file is {size!r}; write a number and a unit, for example 5GB or 500MB")
+        raise SMPUserError(
+            f"the largest file is {size!r}; write a number and a unit, for example 5GB or 500MB", code="SMP402"
+        )
     return count
 
 

@@ -133,13 +133,16 @@ def write(
         if source.config is None:
             raise SMPUserError(
                 f"{target} would have no {CONFIG}: the checkpoint was saved without one, because the wrapped module is no model "
-                "of Transformers; pass --config with the config.json of the model, or use --to safetensors"
+                "of Transformers; pass --config with the config.json of the model, or use --to safetensors",
+                code="SMP402",
             )
         weights = each_once(translated)
         return write_transformers(target / SAFETENSORS, weights, source.config, largest_file, make), len(weights)
     if form == "safetensors":
         if target.suffix != ".safetensors":  # the name decides on the form of the file
-            raise SMPUserError(f"OUT is {target}; a file of safetensors has a name that ends in .safetensors: add it")
+            raise SMPUserError(
+                f"OUT is {target}; a file of safetensors has a name that ends in .safetensors: add it", code="SMP402"
+            )
         weights = each_once(translated)
         return write_transformers(target, weights, None, 2**62, make), len(weights)
     whole = make_whole(source, translated)
@@ -188,7 +191,11 @@ def read_config(file: str | None, folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SMPUserError(f"{path} is no JSON ({error}); give the config.json that Transformers wrote") from None
+        raise SMPUserError(
+            f"{path} is no JSON ({error}); give the config.json that Transformers wrote", code="SMP402"
+        ) from None
     if not isinstance(found, dict):
-        raise SMPUserError(f"{path} holds {kind_of(found)}; give the config.json that Transformers wrote")
+        raise SMPUserError(
+            f"{path} holds {kind_of(found)}; give the config.json that Transformers wrote", code="SMP402"
+        )
     return found

@@ -114,7 +114,8 @@ def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = 
     if is_required and (failed := [rank for rank in everyone if reasons[rank]]):
         raise SMPUserError(
             f"host_collectives is true, but rank {failed[0]} cannot share memory: {reasons[failed[0]]}; remove "
-            "host_collectives, and collectives go over gloo"
+            "host_collectives, and collectives go over gloo",
+            code="SMP311",
         )
     return None
 

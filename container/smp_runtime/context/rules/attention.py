@@ -32,7 +32,9 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if any(not _is_cut_by_row(one) for one in (key, value)) or key.sequence_layout != value.sequence_layout:
         return NotImplemented
     if given["attn_mask"] is not None and given["is_causal"]:
-        raise SMPUserError("scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two")
+        raise SMPUserError(
+            "scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two", code="SMP303"
+        )
     batched = [_with_four_dims(one) for one in (query, key, value)]
     out = attend(
         *batched,

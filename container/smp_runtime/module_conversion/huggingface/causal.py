@@ -86,7 +86,7 @@ class CausalModel(DistributedTransformerLMHead):
         """Return the result of the original's ``generate``; see Transformers."""
         if self.original is None or not hasattr(self.original, "generate"):
             raise SMPAttributeError(
-                f"a distributed {getattr(self, 'replaced_class', 'model')} has no head to generate with"
+                f"a distributed {getattr(self, 'replaced_class', 'model')} has no head to generate with", code="SMP307"
             )
         return generate_as(self.original, self, *args, **kwargs)
 
@@ -264,13 +264,14 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
             if given.get(name) is not None and given[name] is not False:
                 raise SMPUserError(
                     f"{kind.__name__} is distributed and takes no {name}; leave it out, or create the model outside of "
-                    "smp.tensor_parallelism()"
+                    "smp.tensor_parallelism()",
+                    code="SMP307",
                 )
         inputs = tuple(
             given.get(name) for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
         )
         if inputs[0] is None:
-            raise SMPUserError(f"{kind.__name__} got no input_ids; pass them")
+            raise SMPUserError(f"{kind.__name__} got no input_ids; pass them", code="SMP307")
         kept = ("logits_to_keep", "num_items_in_batch", "past_key_values")
         options = {name: given[name] for name in kept if given.get(name) is not None}
         if given.get("return_dict") is False:

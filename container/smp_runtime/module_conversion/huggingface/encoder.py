@@ -86,7 +86,8 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
             if is_asked:
                 raise SMPUserError(
                     f"the encoder is distributed and takes no {name}; leave it out, or create the model outside of "
-                    "smp.tensor_parallelism()"
+                    "smp.tensor_parallelism()",
+                    code="SMP307",
                 )
         return ((given["hidden_states"], given.get("attention_mask")),), {}
 

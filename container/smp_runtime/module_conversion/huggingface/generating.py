@@ -62,6 +62,7 @@ def past_length(cache: Any) -> int:
         raise SMPUserError(
             f"a distributed model got past_key_values of type {type(cache).__name__}, but takes Transformers' DynamicCache, which "
             "generate() makes: leave out cache_implementation and past_key_values, or create the model outside of "
-            "smp.tensor_parallelism()"
+            "smp.tensor_parallelism()",
+            code="SMP313",
         )
     return int(cache.get_seq_length())

@@ -132,7 +132,8 @@ def _block_inputs(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Arg
     if asked:
         raise SMPUserError(
             f"GPT2Block is distributed and takes no {asked[0]}; leave it out, or do not register the block"
-            + ("; generate with a model that loads the translated state" if "past_key_values" in asked else "")
+            + ("; generate with a model that loads the translated state" if "past_key_values" in asked else ""),
+            code="SMP307",
         )
     return ((hidden_states, given.get("attention_mask")),), {}
 

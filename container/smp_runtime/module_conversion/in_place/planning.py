@@ -86,7 +86,7 @@ def plan_splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Mod
     found: dict[int, BlockSplit] = {}
     for choice in chosen:
         if choice.error is not None:
-            raise SMPUserError(choice.error)
+            raise SMPUserError(choice.error, code="SMP307")
         if choice.split.leaves or choice.split.tables:
             found |= {id(blocks[path].module): choice.split for path in choice.paths}
     if group.ranks.rank == 0:

@@ -59,7 +59,8 @@ def _constructed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
             f"{kind.__name__} has made state in its constructor for a parameter of shape {list(parameter.shape)} that had no "
             f"values then, or that another one takes the place of, and it cannot be constructed again from its settings ({error}): "
             "create it from model.parameters() of the model that smp.DistributedModel returned, behind the first step if "
-            "a pipeline creates its parameters late"
+            "a pipeline creates its parameters late",
+            code="SMP304",
         ) from error
     state: dict[str, Any] = made.state.get(parameter) or {}
     return state

@@ -45,12 +45,14 @@ def check_kind(optimizer: torch.optim.Optimizer, why: str, ranks: Ranks) -> None
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise SMPUserError(
             f"SparseAdam updates the rows of sparse gradients, but with {why} gradients are made dense and shared out; make the "
-            "embeddings with sparse=False and use an optimizer such as AdamW, or turn it off"
+            "embeddings with sparse=False and use an optimizer such as AdamW, or turn it off",
+            code="SMP304",
         )
     if _is_named(kind, (*_NEED_WHOLE_TENSORS, *_NEED_ALL_PARAMETERS)):
         raise SMPUserError(
             f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
-            "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off"
+            "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off",
+            code="SMP304",
         )
     home = getattr(kind.step, "__module__", None) or ""
     if home.partition(".")[0] != "torch" and not is_runtime_module(home) and ranks.rank == 0:
@@ -81,7 +83,8 @@ def check_parts(
     if stages > 1 and _is_named(kind, _NEED_ALL_PARAMETERS):
         raise SMPUserError(
             f"{kind.__name__} looks at all parameters together, but with pipeline_parallel_degree {stages} a rank has those of its "
-            f"stage; {instead}, or set pipeline_parallel_degree to 1"
+            f"stage; {instead}, or set pipeline_parallel_degree to 1",
+            code="SMP304",
         )
     if degree == 1:
         return
@@ -93,7 +96,8 @@ def check_parts(
     if _is_named(kind, _NEED_ALL_PARAMETERS):
         raise SMPUserError(
             f"{kind.__name__} looks at all parameters together, but {parts}; {instead}, or leave their modules out of tensor "
-            "parallelism"
+            "parallelism",
+            code="SMP304",
         )
     if ranks.rank == 0 and _is_named(kind, _NEED_WHOLE_TENSORS):
         logger.warning(

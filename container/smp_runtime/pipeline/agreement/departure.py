@@ -163,7 +163,8 @@ class Departure:
                 raise SMPUserError(
                     "pipelines whose ranks meet in collectives while their modules run took different courses through the model in "
                     "this step: this one has calls left, others are at its end; let the model call the same modules on all ranks "
-                    "that split or shard its parameters together: branch on values that all of them have"
+                    "that split or shard its parameters together: branch on values that all of them have",
+                    code="SMP306",
                 )
             choices = [(*answer.ready, stage) for stage, answer in answers.items() if answer.ready is not None]
             if not choices:

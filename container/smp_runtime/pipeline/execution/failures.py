@@ -42,6 +42,8 @@ class StageError(SMPRuntimeError):
         accused: ranks to which the connection was lost.
     """
 
+    code = "SMP504"
+
     accused: tuple[int, ...] = ()
 
 

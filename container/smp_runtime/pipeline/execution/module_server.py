@@ -268,7 +268,8 @@ class ModuleServer:
                 f"module {task.label!r} returned {self._compared(slots, head, call.expected)} as from calls with arguments "
                 "of the same shapes before, and its caller went on with that; a result whose shape, structure or numbers depend "
                 'on values must be waited for: set "fast_mode": False in the parameters, or return such values as tensors of one '
-                "shape"
+                "shape",
+                code="SMP306",
             )
         if call.wants_reply:
             touched = tuple(
@@ -286,7 +287,8 @@ class ModuleServer:
         if graph is None:
             raise SMPUserError(
                 "backward went through a module of another stage a second time, but its graph was freed after the first; "
-                "call model.backward once per forward pass (retain_graph is not supported)"
+                "call model.backward once per forward pass (retain_graph is not supported)",
+                code="SMP306",
             )
         gradients = self._run_backward(graph, back)
         with DisableTorchFunction():
@@ -296,7 +298,8 @@ class ModuleServer:
         if back.expected is not None and not self._is_as_expected(outcome, back.expected):
             raise SMPUserError(
                 f"the backward pass of {task.label!r} gave gradients {self._compared(made.slots, b'', back.expected)} as passes "
-                'of the same shape before, and its caller went on with those; set "fast_mode": False in the parameters'
+                'of the same shape before, and its caller went on with those; set "fast_mode": False in the parameters',
+                code="SMP306",
             )
         if back.wants_reply:
             self._remember(outcome)

@@ -47,14 +47,16 @@ class RemoteCaller:
         if task is None:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called on stage "
-                f"{context.stage} outside a step; call the model only inside a function decorated with smp.step"
+                f"{context.stage} outside a step; call the model only inside a function decorated with smp.step",
+                code="SMP306",
             )
         if backward_pass() != -1:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called again on stage "
                 f"{context.stage} in backward, by a checkpointed region around it; checkpoint with "
                 "smp.set_activation_checkpointing, which runs modules again on their own stage, or checkpoint only what lies on "
-                "one stage"
+                "one stage",
+                code="SMP306",
             )
         # Nothing of what follows is the script's: modes that take its operations need not hear of it, and handles answer quicker.
         with DisableTorchFunction():
@@ -267,13 +269,15 @@ class RemoteCall:
         if task is None:
             raise SMPUserError(
                 f"backward reached module {str(self._module)!r} of pipeline stage {self._stage} outside its step; call "
-                "model.backward(loss) inside the function decorated with smp.step"
+                "model.backward(loss) inside the function decorated with smp.step",
+                code="SMP306",
             )
         if torch.is_grad_enabled():
             raise SMPUserError(
                 f"module {str(self._module)!r} lies on pipeline stage {self._stage}, and backward went through it with "
                 f"create_graph=True on stage {context.stage}, but no graph of a backward pass leads from stage to stage; keep what "
-                "is differentiated twice on one stage (smp.set_partition), or leave create_graph out"
+                "is differentiated twice on one stage (smp.set_partition), or leave create_graph out",
+                code="SMP306",
             )
         # False for torch.autograd.grad and backward(inputs=...).
         accumulates: bool = will_run(self._accumulates)

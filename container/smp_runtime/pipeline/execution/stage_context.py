@@ -135,7 +135,8 @@ class StageContext:
             raise SMPUserError(
                 f"the step replaced modules in {shown} on stage {self.stage}, but other stages run these and do not see it: some "
                 "models switch to other modules for batches of other shapes, or make some anew in every call; let them switch "
-                "before smp.DistributedModel, on every rank, or replace modules only in the forward of the module that has them"
+                "before smp.DistributedModel, on every rank, or replace modules only in the forward of the module that has them",
+                code="SMP306",
             )
 
     def opens(self, task: Task, kind: str, path: Path) -> None:

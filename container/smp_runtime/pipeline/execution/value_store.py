@@ -101,7 +101,8 @@ class ValueStore:
         if tensor._version != self._versions[name]:
             raise SMPUserError(
                 f"a tensor of shape {list(tensor.shape)} was changed in place after it was passed to a module of another pipeline "
-                f"stage, and stage {stage} needs the elements as they were; change a copy of it (x = x + y instead of x += y)"
+                f"stage, and stage {stage} needs the elements as they were; change a copy of it (x = x + y instead of x += y)",
+                code="SMP306",
             )
         self._send(stage, ValueMessage((name,)), [tensor])
 

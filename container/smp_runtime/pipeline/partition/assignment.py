@@ -36,12 +36,14 @@ class Assignment:
             if not 0 <= stage < stages:
                 raise SMPUserError(
                     f"module {path!r} is assigned to partition {stage}, but there are {stages} stages, 0 to {stages - 1}; "
-                    "use one of these, or raise pipeline_parallel_degree"
+                    "use one of these, or raise pipeline_parallel_degree",
+                    code="SMP305",
                 )
         if "" not in placement:
             raise SMPUserError(
                 f"the partition has {len(placement)} modules but not the model itself, whose path is the empty string; "
-                "add an entry for it"
+                "add an entry for it",
+                code="SMP305",
             )
         self.stages = stages
         self.attributes = [(path, name) for path, name in attributes]
@@ -58,7 +60,7 @@ class Assignment:
         except KeyError:
             near = suggest(path, self._placement)
             raise SMPUserError(
-                f"the partition has no module {path!r}{near}; its paths are those of named_modules()"
+                f"the partition has no module {path!r}{near}; its paths are those of named_modules()", code="SMP305"
             ) from None
 
     @property
@@ -101,24 +103,28 @@ class Assignment:
             has = f"the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else f"{kind_of(data)}"
             raise SMPUserError(
                 f'a partition is a dictionary with "stages" and "modules", but this is {has}; write it with partition_file '
-                "and load_partition off"
+                "and load_partition off",
+                code="SMP305",
             )
         if data.get("format", _FORMAT) != _FORMAT:
             raise SMPUserError(
                 f"the partition has format {data['format']}, and this version reads format {_FORMAT}; partition the model "
-                "anew"
+                "anew",
+                code="SMP305",
             )
         stages, modules = data["stages"], data["modules"]
         whole = isinstance(modules, Mapping) and all(type(stage) is int for stage in modules.values())
         if type(stages) is not int or not whole:
             raise SMPUserError(
                 'the partition has values that are no whole numbers; "stages" is a number, and "modules" has a number '
-                "for every path"
+                "for every path",
+                code="SMP305",
             )
         attributes = data.get("attributes", [])
         if not isinstance(attributes, list) or not all(_is_pair(each) for each in attributes):
             raise SMPUserError(
-                "the partition's \"attributes\" are no list of pairs of a module's path and a name; partition the model anew"
+                "the partition's \"attributes\" are no list of pairs of a module's path and a name; partition the model anew",
+                code="SMP305",
             )
         return cls(stages, modules, attributes)
 
@@ -148,7 +154,8 @@ class Assignment:
         if not written:
             raise SMPUserError(
                 f"partition_file cannot be written to {' or '.join(failures)}; the rank that traces the model writes it: name a "
-                "file in a folder that it can write to, or leave partition_file out"
+                "file in a folder that it can write to, or leave partition_file out",
+                code="SMP305",
             )
         return written
 
@@ -171,10 +178,13 @@ class Assignment:
             looked = f"; looked for in {', '.join(str(path.parent) for path in places)}" if len(places) > 1 else ""
             raise SMPUserError(
                 f"partition_file {str(file)!r} cannot be read ({error.strerror}{looked}); load_partition needs a file that a job "
-                "with the same model wrote: give its path, a checkpoint_s3_uri that both jobs have, or set load_partition to false"
+                "with the same model wrote: give its path, a checkpoint_s3_uri that both jobs have, or set load_partition to false",
+                code="SMP305",
             ) from None
         except ValueError as error:
-            raise SMPUserError(f"partition_file {str(file)!r} is no JSON: {error}; partition the model anew") from None
+            raise SMPUserError(
+                f"partition_file {str(file)!r} is no JSON: {error}; partition the model anew", code="SMP305"
+            ) from None
         return cls.from_dict(data)
 
     # -- whether it fits -------------------------------------------------------------------------------------------
@@ -189,7 +199,8 @@ class Assignment:
         if self.stages != stages:
             raise SMPUserError(
                 f"the partition is for {self.stages} stages, but pipeline_parallel_degree is {stages}; set it to "
-                f"{self.stages}, or let the model be partitioned anew"
+                f"{self.stages}, or let the model be partitioned anew",
+                code="SMP305",
             )
         tree = ModuleTree(model)
         known = [path for node in tree.root.walk() for path in (node.path, *node.aliases)]
@@ -200,7 +211,8 @@ class Assignment:
             has = [f"has {list_first(map(repr, unknown))}, which the model has not"] if unknown else []
             raise SMPUserError(
                 f"the partition does not belong to this model of {len(known)} modules: it {' and '.join(lacks + has)}; "
-                "load the partition of this model, or let it be partitioned anew"
+                "load the partition of this model, or let it be partitioned anew",
+                code="SMP305",
             )
         for node in tree.root.walk():
             for alias in node.aliases:
@@ -208,7 +220,8 @@ class Assignment:
                     raise SMPUserError(
                         f"{node.path!r} and {alias!r} are one module, but the partition has them on stages "
                         f"{self._placement[node.path]} and {self._placement[alias]}; set both to "
-                        f"{self._placement[node.path]}"
+                        f"{self._placement[node.path]}",
+                        code="SMP305",
                     )
         check_together(self, Trace(tree.root))
 
@@ -247,7 +260,8 @@ def check_together(assignment: Assignment, trace: Trace) -> None:
                 raise SMPUserError(
                     f"{_called(first)} on stage {one} and {_called(path)} on stage {other} hold or use the same {reason}, so "
                     f"they must be on one stage; set {_called(path)} to partition {one}, or {_called(first)} to "
-                    f"{other}{way_out}"
+                    f"{other}{way_out}",
+                    code="SMP305",
                 )
 
 

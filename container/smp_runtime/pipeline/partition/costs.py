@@ -83,11 +83,13 @@ class CostModel:
         settings = self.settings
         if not 0 <= settings.memory_weight <= 1:
             raise SMPUserError(
-                f"memory_weight is {settings.memory_weight}; it weighs memory against work: use a number from 0 to 1"
+                f"memory_weight is {settings.memory_weight}; it weighs memory against work: use a number from 0 to 1",
+                code="SMP305",
             )
         if settings.in_flight and len(settings.in_flight) != self.stages:
             raise SMPUserError(
-                f"in_flight has {len(settings.in_flight)} numbers for {self.stages} stages; give one for each stage"
+                f"in_flight has {len(settings.in_flight)} numbers for {self.stages} stages; give one for each stage",
+                code="SMP305",
             )
         self.in_flight: Sequence[int] = settings.in_flight or (1,) * self.stages
         self.needs: dict[str, Need] = {}

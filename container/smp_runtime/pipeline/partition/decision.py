@@ -135,8 +135,8 @@ def decide(
     if decision.answer is None and not decision.text:
         raise failures.heard(decision.told)
     if decision.answer is None:
-        kind = SMPUserError if decision.is_users else SMPRuntimeError
-        echo = kind(f"the model could not be partitioned on rank {tracing_rank}: {decision.text}")
+        words = f"the model could not be partitioned on rank {tracing_rank}: {decision.text}"
+        echo = SMPUserError(words, code="SMP305") if decision.is_users else SMPRuntimeError(words)
         raise failures.attribute(echo, decision.told)
     answer, text = decision.answer, decision.text
     if control.rank == tracing_rank:
@@ -154,7 +154,7 @@ def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures
     failure, others, told = "", False, None
     try:
         if tracing.run is None:
-            raise SMPUserError("its script has not called a training step whose arguments still exist")
+            raise SMPUserError("its script has not called a training step whose arguments still exist", code="SMP305")
         with tracing.placed():
             settle(module, tracing.run)
         others = {name: id(parameter) for name, parameter in module.named_parameters()} != before
@@ -166,17 +166,19 @@ def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures
     way_out = "call it once with such a batch before smp.DistributedModel, on every rank"
     for rank, (failed, told, has_others, theirs) in enumerate(found):
         if failed:
-            echo = SMPUserError(f"{what}, and rank {rank} could not do so: {failed}; {way_out}")
+            echo = SMPUserError(f"{what}, and rank {rank} could not do so: {failed}; {way_out}", code="SMP305")
             raise failures.attribute(echo, told)
         if has_others:
             raise SMPUserError(
-                f"{what}, and its parameters are others then, which the optimizer does not have; {way_out}"
+                f"{what}, and its parameters are others then, which the optimizer does not have; {way_out}",
+                code="SMP305",
             )
         if theirs != found[0][3]:
             differing = sorted({path for path, _ in set(theirs) ^ set(found[0][3])})
             raise SMPUserError(
                 f"{what}, and ranks 0 and {rank} have other modules then ({list_first(map(repr, differing))}), since their batches "
-                f"differ; {way_out}"
+                f"differ; {way_out}",
+                code="SMP305",
             )
 
 
@@ -295,7 +297,8 @@ def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParame
         raise SMPUserError(
             f"the tracing step ran out of memory on {tracing.device} ({str(error).splitlines()[0]}): it runs the whole model, "
             f'{size:.1f} GiB of parameters, with one microbatch on one rank; pass trace_device="cpu" to '
-            "smp.DistributedModel, or set skip_tracing to true"
+            "smp.DistributedModel, or set skip_tracing to true",
+            code="SMP305",
         ) from error
     note_recomputed(seen, tracing.recomputed)
     return seen

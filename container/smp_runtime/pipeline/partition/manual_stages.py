@@ -73,7 +73,8 @@ class ManualAssignment:
         """
         if not isinstance(module, nn.Module):
             raise SMPUserError(
-                f"smp.set_partition got {kind_of(module)}; pass a module of the model, such as model.module.encoder"
+                f"smp.set_partition got {kind_of(module)}; pass a module of the model, such as model.module.encoder",
+                code="SMP305",
             )
         self._check(stage, "smp.set_partition")
         call, before = uuid.uuid4().hex, module.__dict__.get(_CALLS, ())
@@ -159,11 +160,12 @@ class ManualAssignment:
 
     def _check(self, stage: int, where: str) -> None:
         if isinstance(stage, bool) or not isinstance(stage, int):
-            raise SMPUserError(f"{where} got {stage!r}, {kind_of(stage)}; pass the number of a stage")
+            raise SMPUserError(f"{where} got {stage!r}, {kind_of(stage)}; pass the number of a stage", code="SMP305")
         if not 0 <= stage < self.stages:
             raise SMPUserError(
                 f"{where} got {stage}, but pipeline_parallel_degree is {self.stages}, so stages are 0 to {self.stages - 1}; "
-                "use one of these, or raise the degree"
+                "use one of these, or raise the degree",
+                code="SMP305",
             )
 
 

@@ -212,7 +212,8 @@ class ModuleTree:
         if id(module) in above:
             raise SMPUserError(
                 f"module {path!r} is one of those that it lies in, so the model has no tree to split; keep one of the two "
-                "references in a list, or a weak reference, instead of an attribute"
+                "references in a list, or a weak reference, instead of an attribute",
+                code="SMP305",
             )
         self._nodes[id(module)].aliases.append(path)
         for name, child in module._modules.items():
@@ -223,7 +224,8 @@ class ModuleTree:
         if nn.parameter.is_lazy(parameter):
             raise SMPUserError(
                 f"parameter {name} has no shape yet: its module is lazy; run one forward pass of the model before "
-                "wrapping it, or use the module that is not lazy"
+                "wrapping it, or use the module that is not lazy",
+                code="SMP305",
             )
         _, _, first = self.parameters.setdefault(id(parameter), (parameter, node, name))
         if all(held.name != first for held in node.parameters):

@@ -56,7 +56,7 @@ def partition(
         SMPUserError: pinned modules that must be together but are not, unknown paths, or stages out of range.
     """
     if stages < 1:
-        raise SMPUserError(f"the number of stages is {stages}; it must be 1 or more")
+        raise SMPUserError(f"the number of stages is {stages}; it must be 1 or more", code="SMP305")
     settings = settings or CostSettings()
     if pieces > 1:
         settings = replace(settings, in_flight=settings.in_flight * pieces)

@@ -105,11 +105,14 @@ def _pins(model: CostModel, pinned: Mapping[str, int]) -> list[_Bound]:
     stage_at: dict[str, int] = {}
     for path, stage in pinned.items():
         if path not in known and path not in aliases:
-            raise SMPUserError(f"smp.set_partition names the module {path!r}, which the model does not have")
+            raise SMPUserError(
+                f"smp.set_partition names the module {path!r}, which the model does not have", code="SMP305"
+            )
         if not 0 <= stage < model.stages:
             raise SMPUserError(
                 f"module {path!r} is set to partition {stage}, but there are {model.stages} stages, 0 to "
-                f"{model.stages - 1}; use one of these, or raise pipeline_parallel_degree"
+                f"{model.stages - 1}; use one of these, or raise pipeline_parallel_degree",
+                code="SMP305",
             )
         stage_at[aliases.get(path, path)] = stage
     members: dict[str, list[str]] = {path: [] for path in stage_at}
@@ -283,7 +286,8 @@ def _leaders(count: int, number_of: Mapping[str, int], bound: Sequence[_Bound]) 
             (one, here), (other, there) = settled[0], next(s for s in settled if s[0] != settled[0][0])
             raise SMPUserError(
                 f"modules {here!r} and {there!r} are set to partitions {one} and {other}, but {group.reason}, so they must "
-                f"be on one stage: set both to partition {one}"
+                f"be on one stage: set both to partition {one}",
+                code="SMP305",
             )
         for number in numbers:
             leader[find(number)] = first

@@ -62,6 +62,8 @@ _FREEZE = "requires_grad_"
 class ValuesNeededError(SMPUserError):
     """An error: the model or the step function reads values of parameters that are not created yet."""
 
+    code = "SMP305"
+
 
 def trace(
     model: nn.Module,
@@ -97,14 +99,13 @@ def trace(
                 run()
             recorder.note_changes(before)
             nodes = [tuple(map(tree.node_of, pair)) for pair in before.replaced()]
-            replaced = tuple(
-                (owner.path, child.path) for owner, child in nodes if owner is not None and child is not None
-            )
+            replaced = tuple((old.path, new.path) for old, new in nodes if old is not None and new is not None)
         if times:
             if on_meta:
                 raise SMPUserError(
                     "trace_execution_times is true, but the parameters are on the meta device, where nothing takes "
-                    "time; set trace_execution_times=False, or delayed_parameter_initialization to false"
+                    "time; set trace_execution_times=False, or delayed_parameter_initialization to false",
+                    code="SMP305",
                 )
             _measure_times(model, tree, run, device)
     except (RuntimeError, NotImplementedError) as error:
@@ -483,7 +484,8 @@ class _Stopwatch(_TracedCalls):
 def _unpack(shape: torch.Size) -> torch.Tensor:
     raise SMPUserError(
         f"the model asks autograd for gradients while it is traced (a saved tensor of shape {list(shape)} is read), but "
-        "with trace_memory_usage=True saved tensors are measured and not kept; set trace_memory_usage=False"
+        "with trace_memory_usage=True saved tensors are measured and not kept; set trace_memory_usage=False",
+        code="SMP305",
     )
 
 

@@ -25,6 +25,8 @@ Event = tuple[Hashable, ...]
 class ScheduleError(SMPRuntimeError):
     """An error in a schedule: an action is missing, is listed twice or waits for itself in a cycle."""
 
+    code = "SMP506"
+
 
 class TaskKind(str, enum.Enum):
     """The kind of a task. Also names the phase of a microbatch, which is forward until the script calls backward."""

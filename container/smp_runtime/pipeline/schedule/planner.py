@@ -68,7 +68,9 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
         SMPUserError: ``active`` is below 1.
     """
     if active < 1:
-        raise SMPUserError(f"active_microbatches is {active}. At least one must be active: set it to 1 or more.")
+        raise SMPUserError(
+            f"active_microbatches is {active}. At least one must be active: set it to 1 or more.", code="SMP305"
+        )
     # The same plan, whichever rank's record came first.
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:

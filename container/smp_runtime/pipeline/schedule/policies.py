@@ -99,5 +99,5 @@ def policy_named(name: str) -> Policy:
         SMPUserError: no policy has this name.
     """
     if name not in POLICIES:
-        raise SMPUserError(f"pipeline is {name!r}. It is one of {', '.join(map(repr, POLICIES))}.")
+        raise SMPUserError(f"pipeline is {name!r}. It is one of {', '.join(map(repr, POLICIES))}.", code="SMP305")
     return POLICIES[name]

@@ -98,7 +98,8 @@ def _error_without_memory(tensor: torch.Tensor) -> SMPUserError:
         return SMPUserError(
             f"{name}, of shape {tuple(tensor.shape)}, is handed to a module of another stage or returned from one here, but "
             f"its elements are on pipeline stage {getattr(tensor, 'absent_stage', '?')}; put both on one stage with "
-            "smp.set_partition, or use it inside a module of that stage"
+            "smp.set_partition, or use it inside a module of that stage",
+            code="SMP306",
         )
     if tensor.is_meta:
         what = "meta"
@@ -108,7 +109,8 @@ def _error_without_memory(tensor: torch.Tensor) -> SMPUserError:
         what = str(tensor.layout)
     return SMPUserError(
         f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
-        "does; convert it first (to_dense(), dequantize(), or make it on a real device)"
+        "does; convert it first (to_dense(), dequantize(), or make it on a real device)",
+        code="SMP306",
     )
 
 
@@ -415,7 +417,8 @@ def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: 
     if tensor.is_cpu:
         return 0
     raise SMPUserError(
-        f"a tensor is on {tensor.device}, but this rank computes on {device}; move it with .to({str(device)!r}) before the call"
+        f"a tensor is on {tensor.device}, but this rank computes on {device}; move it with .to({str(device)!r}) before the call",
+        code="SMP306",
     )
 
 

@@ -59,11 +59,9 @@ def _is_over(peer: Peer) -> bool:
 
 
 class StageFailed(SMPRuntimeError):
-    """The error of a stage that has reported a failure, after which it can neither send nor receive.
+    """The error of a stage that has reported a failure; ``words``: the result of its ``on_failed``."""
 
-    Attributes:
-        words: the result of its ``on_failed``.
-    """
+    code = "SMP504"
 
     def __init__(self, stage: str, words: Any) -> None:
         super().__init__(f"{stage} cannot go on, as its last message says: {words}")

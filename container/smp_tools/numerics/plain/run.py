@@ -41,7 +41,9 @@ class PlainRun:
     def __init__(self, environ: Mapping[str, str]) -> None:
         trial = Trial.from_environment(environ)
         if trial is None:
-            raise SMPUserError("run.py runs a script for smp-estimator verify --plain: call that command")
+            raise SMPUserError(
+                "run.py runs a script for smp-estimator verify --plain: call that command", code="SMP317"
+            )
         self._trial, self._folder = trial, Path(environ[VARIABLE])
         self._place = PlainRank(int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
         self._ties = ParameterTies()

@@ -37,6 +37,7 @@ def make_loggers(names: Sequence[str], run: TrackedRun) -> list[Logger]:
         except Exception as error:
             raise SMPUserError(
                 f"the tracker {name} cannot begin: {type(error).__name__}: {error}; it writes into {run.folder}, or where its own "
-                f"variables say: correct these, set {FOLDER_VARIABLE} to a folder that can be written, or leave {name} out"
+                f"variables say: correct these, set {FOLDER_VARIABLE} to a folder that can be written, or leave {name} out",
+                code="SMP318",
             ) from error
     return made
