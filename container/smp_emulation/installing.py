@@ -141,7 +141,11 @@ def _put(call: CoveredCall) -> None:
     _set(owner, name, value)
     for other in _ALSO_IN.get(way, ()):
         place = _owner(other)
-        if place is not None and original is not None and vars(place).get(name, _ABSENT) is original:
+        if place is None or original is None:
+            continue
+        # Only the same object: a script or a library may have put its own there.
+        is_original = vars(place).get(name, _ABSENT) is original
+        if is_original:
             _set(place, name, value)
 
 

@@ -286,11 +286,12 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
     from smp_estimator.cli.commands.doctor import cloud_findings, docker_findings, machine_findings, process_findings
 
     findings = []
-    if not mode or "process" in mode:
+    wanted = mode or ("process", "docker", "cloud")
+    if "process" in wanted:
         findings += [*process_findings(), *machine_findings()]
-    if not mode or "docker" in mode:
+    if "docker" in wanted:
         findings += docker_findings()
-    if not mode or "cloud" in mode:
+    if "cloud" in wanted:
         findings += cloud_findings(role)
     table = Table()
     for column in ("mode", "needs", "", "found"):
@@ -300,5 +301,6 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
         remedy = f" → {found.remedy}" if found.remedy and not found.ok else ""
         table.add_row(found.mode, found.what, sign[found.ok], escape(found.detail + remedy))
     console().print(table)
-    if mode and any(found.ok is False for found in findings):
+    lacks_something = any(found.ok is False for found in findings)
+    if mode and lacks_something:
         raise click.exceptions.Exit(1)

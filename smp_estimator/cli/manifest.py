@@ -53,7 +53,8 @@ def as_yaml(value: Any, indent: int = 0) -> str:
     items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
     for name, each in items:
         mark = "-" if name is None else f"{name}:"
-        if not each or not isinstance(each, (dict, list)):
+        is_plain = not each or not isinstance(each, (dict, list))
+        if is_plain:
             lines.append(f"{pad}{mark} {json.dumps(each, ensure_ascii=False)}")
         elif name is None:  # the first line of an item stands behind its mark
             lines.append(f"{pad}- {as_yaml(each, indent + 2).lstrip()}")

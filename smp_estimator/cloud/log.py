@@ -86,7 +86,10 @@ class CloudLog:
             host = found[1] if found else stream.rpartition("/")[2]
             for message in self._messages(stream):
                 # A record moves the display and is not shown: it needs no host.
-                yield message if _is_record(message) else f"[{host}] {message}"
+                if _is_record(message):
+                    yield message
+                else:
+                    yield f"[{host}] {message}"
 
     def _streams(self) -> list[str]:
         """Return the names of the streams that exist now, ordered by host number."""

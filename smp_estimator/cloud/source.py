@@ -135,8 +135,10 @@ def travelling_requirements() -> list[str]:
         is_wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
         if not is_wanted or needed.name in _OF_THE_IMAGE:
             continue
-        version = "" if needed.name in _IN_ANY_VERSION else str(needed.specifier)
-        found.add(f"{needed.name}{version}")
+        if needed.name in _IN_ANY_VERSION:
+            found.add(needed.name)
+        else:
+            found.add(f"{needed.name}{needed.specifier}")
     return sorted(found)
 
 

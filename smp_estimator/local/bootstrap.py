@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,8 +128,10 @@ class Bootstrap:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # All processes of the job are found by this session when it is ended, and Ctrl-C does not reach it.
             start_new_session=True,
         )
+        # Two threads: processes that it has started may hold the output open after its own end.
         self._reader = threading.Thread(target=self._read, args=(log, source), name=f"log-{tree.host}", daemon=True)
         self._waiter = threading.Thread(target=self._wait, args=(ended,), name=f"wait-{tree.host}", daemon=True)
         self._reader.start()
@@ -154,12 +157,14 @@ class Bootstrap:
         while self._reader.is_alive() and heard != self._heard:
             heard = self._heard
             self._reader.join(timeout_seconds)
-        for pipe in (self._process.stdin, self._process.stdout if not self._reader.is_alive() else None):
-            try:
-                if pipe is not None:
+        pipes = [self._process.stdin]
+        # Not under the thread that reads it: the number of a closed descriptor soon belongs to another file.
+        if not self._reader.is_alive():
+            pipes.append(self._process.stdout)
+        for pipe in pipes:
+            if pipe is not None:
+                with contextlib.suppress(OSError):
                     pipe.close()
-            except OSError:
-                pass
 
     def _read(self, log: JobLog, source: str) -> None:
         pipe = self._process.stdout

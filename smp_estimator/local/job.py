@@ -85,6 +85,7 @@ class ProcessJob:
         self.name = name
         self.tree = tree
         self.request = dict(request)
+        # What happens to the job, seen on any thread. The watching thread handles one event after the other.
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.log = JobLog(tree.log, failed=lambda: self._events.put(("log", None)))
         self.done = threading.Event()
@@ -204,6 +205,7 @@ class ProcessJob:
     def _watch(self) -> None:
         try:
             self._until_every_host_ended()
+            # A rank may have outlived its launcher.
             left = kill_job(self._token, self._sessions())
             if left:
                 logger.warning("job %s: processes %s could not be ended", self.name, sorted(left))

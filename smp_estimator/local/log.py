@@ -145,10 +145,9 @@ class JobLog:
         with self.path.open("rb") as reader:
             while True:
                 with self._changed:
-                    closed, newest = self._closed, self.progress
-                    if wait and not closed and newest is shown and not self._grown(reader):
+                    if wait and self._has_no_news(reader, shown):
                         self._changed.wait(_TICK_SECONDS)
-                        closed, newest = self._closed, self.progress
+                    closed, newest = self._closed, self.progress
                 # A line is written and flushed under the lock, so whatever is read here is whole.
                 for line in iter(reader.readline, b""):
                     yield line.decode("utf-8", "replace").rstrip("\n")
@@ -157,9 +156,16 @@ class JobLog:
                     yield newest
                 elif not closed:
                     yield None
-                if closed or not wait:
+                is_last = closed or not wait
+                if is_last:
                     yield from list(self.usage)
                     return
+
+    def _has_no_news(self, reader: BinaryIO, shown: ProgressRecord | None) -> bool:
+        """Return whether the log is open, without a new line or record; the caller holds the lock."""
+        if self._closed or self.progress is not shown:
+            return False
+        return not self._grown(reader)
 
     def tail(self, lines: int) -> list[str]:
         """Return the last lines of the text, at most 50, including lines that could not be written."""

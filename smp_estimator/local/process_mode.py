@@ -34,10 +34,12 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
     Raises:
         ConfigError: the arguments request Docker on this machine, but with a session of the service.
     """
-    session, is_local = sdk.get("sagemaker_session"), sdk.get("instance_type") in LOCAL_TYPES
+    session = sdk.get("sagemaker_session")
+    is_local = sdk.get("instance_type") in LOCAL_TYPES
     if session is not None and not _is_of_service(session):
         return isinstance(session, ProcessSession)
-    if is_local and image_uri and session is not None:
+    is_local_docker = is_local and image_uri
+    if is_local_docker and session is not None:
         raise ConfigError(
             f"instance_type is {sdk['instance_type']!r} and image_uri {image_uri!r}, so the job runs in Docker on this machine, "
             "but sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)",

@@ -43,7 +43,7 @@ def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0)
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass
+                pass  # it has ended, and its number may be that of another user's process by now
         if time.monotonic() > deadline:
             return job_processes(token, sessions)
         # The kernel needs a moment to take a process down; there is nothing to wait on, as they are not our children.

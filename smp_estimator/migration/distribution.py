@@ -39,12 +39,15 @@ def strategy_of(node: ast.AST | None, values: Values) -> str:
     ``pytorchddp``, ``pytorchxla``, ``mpi``, ``none``, or ``unknown`` if only a run knows.
     """
     node = values.resolve(node)
-    if node is None or (is_literal(node) and not literal_value(node)):
+    is_empty = is_literal(node) and not literal_value(node)
+    if node is None or is_empty:
         return "none"
     parts = _items(node)
     if parts is None:
         return "unknown"
-    libraries = _items(values.resolve(parts.get("smdistributed"))) if "smdistributed" in parts else {}
+    libraries: dict[str, ast.expr] | None = {}
+    if "smdistributed" in parts:
+        libraries = _items(values.resolve(parts["smdistributed"]))
     if libraries is None or _is_part_on(libraries, "modelparallel", values):
         return _model_parallel_strategy(parts, libraries or {}, values)
     if _is_part_on(libraries, "dataparallel", values):
@@ -203,7 +206,9 @@ def parameters_of(node: ast.expr | None) -> list[ast.AST]:
         return [node]
     libraries = _items(parts.get("smdistributed")) or {}
     model = _items(libraries.get("modelparallel")) or {}
-    return [model["parameters"]] if "parameters" in model else []
+    if "parameters" not in model:
+        return []
+    return [model["parameters"]]
 
 
 def _items(node: ast.AST | None) -> dict[str, ast.expr] | None:

@@ -134,21 +134,24 @@ class Holders:
         parts: list[ast.expr] = []
         for value in values:
             parts += value.elts if isinstance(value, ast.Tuple) else [value]
-        if any(map(self.is_one, parts)):
+        has_estimator = any(map(self.is_one, parts))
+        if has_estimator:
             self.many.add(ast.unparse(container))
 
     def _loop(self, target: ast.expr, items: ast.expr) -> None:
         parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
         if not isinstance(items, ast.Call) or not parts:
             if self._is_many(items):
-                self.single |= {ast.unparse(part) for part in (parts or [target])}
+                self.single.update(map(ast.unparse, parts or [target]))
             return
-        for part, source in zip(parts, _sources_of_parts(items, len(parts)), strict=False):
+        sources = _sources_of_parts(items, len(parts))
+        for part, source in zip(parts, sources, strict=False):
             if source is not None and self._is_many(source):
                 self.single.add(ast.unparse(part))
 
     def _arguments(self, node: ast.Call, called: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         names = [each.arg for each in (*called.args.posonlyargs, *called.args.args)]
+        # The object that a method belongs to is not among the arguments of its call.
         if names[:1] == ["self"]:
             names = names[1:]
         given = list(zip(names, node.args, strict=False))

@@ -232,6 +232,7 @@ def rename_classes(source: ScriptSource, names: ScriptNames) -> tuple[set[str], 
 def _is_type(source: ScriptSource, node: ast.AST) -> bool:
     """Return whether a class is an annotation, or the second argument of ``isinstance``."""
     child, parent = node, source.parent(node)
+    # The class may be inside a union, an Optional or a tuple of classes.
     while isinstance(parent, ast.Subscript | ast.Tuple | ast.BinOp | ast.List):
         child, parent = parent, source.parent(parent)
     if isinstance(parent, ast.Call):

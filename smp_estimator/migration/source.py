@@ -154,9 +154,7 @@ class ScriptSource:
         line, last = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
         before, behind = self.text[line:start], self.text[end:last]
         parent = self.parent(node)
-        blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)] if parent else []
-        is_only = not isinstance(parent, ast.Module) and any(block == [node] for block in blocks)
-        if is_only:
+        if _is_only_one_of_block(node, parent):
             self.replace(start, end, "pass")
         elif not before.strip() and not behind.partition("#")[0].strip():
             self.replace(line, last, "")
@@ -175,7 +173,9 @@ class ScriptSource:
         line = node.lineno
         while line > 1 and self._lines[line - 2].lstrip().startswith("#"):
             above = self._lines[line - 2]
-            if line <= 3 and (above.startswith("#!") or "coding" in above):
+            # Python and the system read these in the first two lines only.
+            is_first_line = above.startswith("#!") or "coding" in above
+            if line <= 3 and is_first_line:
                 break
             line -= 1
         return self._starts[line - 1]
@@ -274,6 +274,14 @@ def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: lis
     lines += [f"{inner}{word}," for word in words]
     lines.append(f"{' ' * indent})")
     return "\n".join(lines)
+
+
+def _is_only_one_of_block(node: ast.stmt, parent: ast.AST | None) -> bool:
+    # A module may be empty, a block may not.
+    if parent is None or isinstance(parent, ast.Module):
+        return False
+    blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)]
+    return [node] in blocks
 
 
 def is_literal(node: ast.AST | None) -> bool:

@@ -57,6 +57,7 @@ class Values:
         """Return the literal values that an expression may have, as far as the code shows them."""
         if isinstance(node, ast.IfExp):
             return [*self.possible(node.body, depth), *self.possible(node.orelse, depth)]
+        # Names may be assigned from each other in a circle.
         if isinstance(node, ast.Name) and depth:
             found: list[object] = []
             for value in self.assigned.get(node.id, []):

@@ -130,9 +130,12 @@ def format_cell(outcome: FamilyOutcome | None) -> str:
         return "–"
     if not outcome.is_equal:
         return "no"
-    split = "" if outcome.split is None else f" {outcome.split:.2f}"
-    traffic = "" if outcome.traffic is None else f" / {outcome.traffic:.2f}"
-    return f"equal{split}{traffic}"
+    text = "equal"
+    if outcome.split is not None:
+        text += f" {outcome.split:.2f}"
+    if outcome.traffic is not None:
+        text += f" / {outcome.traffic:.2f}"
+    return text
 
 
 def _is_meant(family: FamilyOutcomes, word: str) -> bool:

@@ -174,8 +174,10 @@ def _of_one_rank(name: str, ranks: Sequence[PlainFacts]) -> Iterator[str]:
         "never changes": [rank for rank, facts in facts_of.items() if not facts.has_changed],
     }
     for words, some in ranks_by_words.items():
-        if 0 < len(some) < len(ranks):
-            yield f"{name} {words} on rank(s) {', '.join(map(str, some))} only"
+        is_on_some = 0 < len(some) < len(ranks)
+        if is_on_some:
+            numbers = ", ".join(map(str, some))
+            yield f"{name} {words} on rank(s) {numbers} only"
 
 
 def _of_unequal_rates(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
@@ -281,5 +283,6 @@ def _notes_on_loaders(facts: PlainFacts) -> Iterator[str]:
         if loader.sampler == "RandomSampler" and not loader.is_distributed:
             yield f"loader {number} shuffles without a DistributedSampler: ranks may read the same samples"
     shuffling = [loader for loader in facts.loaders if loader.shuffles]
-    if shuffling and all(len(loader.epochs) < 2 for loader in shuffling):
+    has_one_epoch = all(len(loader.epochs) < 2 for loader in shuffling)
+    if shuffling and has_one_epoch:
         yield "the script began no second epoch, so the orders of two epochs were not compared"

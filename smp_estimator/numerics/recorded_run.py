@@ -271,16 +271,8 @@ class RecordedRun:
         if len(seen) < 2 or len(seen[0]) < 2:
             return ()
         first = next(iter(seen[0]))
-        if all(read.get(first) == seen[0][first] for read in seen):
-            return ()
-        owners_of: dict[tuple[tuple[float, ...] | None, ...], list[int]] = {}
-        for owner in seen[0]:
-            batches = tuple(read.get(owner) for read in seen)
-            owners_of.setdefault(batches, []).append(owner)
-        for owners in owners_of.values():
-            if len(owners) > 1:
-                return tuple(owners)
-        return ()
+        steps_are_equal = all(read.get(first) == seen[0][first] for read in seen)
+        return () if steps_are_equal else _first_with_equal_batches(seen)
 
 
 def _is_large_input(total: Total) -> bool:
@@ -328,16 +320,32 @@ def _by_moment(files: Iterable[tuple[Head, list[RecordedMoment]]]) -> dict[tuple
     """Return the records of the last start, by update and call and then by rank."""
     found: dict[tuple[int, int], _Told] = {}
     for head, moments in files:
-        written: dict[tuple[int, int], dict[str, RecordedMoment]] = {}
-        for moment in moments:
-            # A step and its update are a line each; of a step that was repeated after a restart, the later line counts.
-            kind = "step" if moment.random else "update"
-            written.setdefault((moment.step, moment.call), {})[kind] = moment
-        for at, lines in written.items():
+        for at, lines in _lines_of_moments(moments).items():
             values = [value for moment in lines.values() for value in moment.values]
             text = next((moment.random for moment in lines.values() if moment.random), "")
             found.setdefault(at, {})[head.rank] = text, values
     return found
+
+
+def _first_with_equal_batches(seen: list[dict[int, tuple[float, ...]]]) -> tuple[int, ...]:
+    """Return the first owners with equal batches in all steps; ``seen`` has the batch of each owner, by step."""
+    owners_of: dict[tuple[tuple[float, ...] | None, ...], list[int]] = {}
+    for owner in seen[0]:
+        batches = tuple(read.get(owner) for read in seen)
+        owners_of.setdefault(batches, []).append(owner)
+    for owners in owners_of.values():
+        if len(owners) > 1:
+            return tuple(owners)
+    return ()
+
+
+def _lines_of_moments(moments: Iterable[RecordedMoment]) -> dict[tuple[int, int], dict[str, RecordedMoment]]:
+    written: dict[tuple[int, int], dict[str, RecordedMoment]] = {}
+    for moment in moments:
+        # A step and its update are a line each; of a step that was repeated after a restart, the later line counts.
+        kind = "step" if moment.random else "update"
+        written.setdefault((moment.step, moment.call), {})[kind] = moment
+    return written
 
 
 def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Totals:

@@ -71,17 +71,22 @@ def _hints(found: Comparison, first: Compared) -> Iterator[str]:
     elif phase == WEIGHT:
         yield "the updates before it do not explain it: weights were changed between two steps, as by loading a checkpoint"
     elif phase == LOSS:
-        outputs_differ = any(each.differs for each in found.compared if each.key.phase == OUTPUT)
-        if not outputs_differ:
-            other_weight = "on each rank" if found.other.heads[0].is_plain else "in each microbatch"
-            yield (
-                "what the model gives is equal, so the loss is put together in another way: a mean over tokens that are not "
-                f"ignored has another weight {other_weight}"
-            )
+        yield from _loss_hint(found)
     elif phase == UPDATE and not first.text:
         yield "the gradients are equal, so the optimizer has other settings or state, or clips them"
     if phase in (OUTPUT_GRADIENT, GRADIENT, UPDATE):
         yield from _scale_hint(found, first)
+
+
+def _loss_hint(found: Comparison) -> Iterator[str]:
+    outputs_differ = any(each.differs for each in found.compared if each.key.phase == OUTPUT)
+    if outputs_differ:
+        return
+    other_weight = "on each rank" if found.other.heads[0].is_plain else "in each microbatch"
+    yield (
+        "what the model gives is equal, so the loss is put together in another way: a mean over tokens that are not "
+        f"ignored has another weight {other_weight}"
+    )
 
 
 def _scale_hint(found: Comparison, first: Compared) -> Iterator[str]:

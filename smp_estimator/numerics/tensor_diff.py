@@ -172,10 +172,13 @@ def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.i
             continue
         if ours.values.shape != theirs.values.shape or ours.values.ndim < 2:
             continue
-        our_rows, their_rows = (run.values.reshape(len(run.values), -1) for run in (ours, theirs))
+        our_rows = ours.values.reshape(len(ours.values), -1)
+        their_rows = theirs.values.reshape(len(theirs.values), -1)
         if np.array_equal(our_rows, their_rows):
             return None
-        our_order, their_order = (np.lexsort(rows.T[::-1]) for rows in (our_rows, their_rows))
+        # Sorted alike, runs with the same samples have equal rows.
+        our_order = np.lexsort(our_rows.T[::-1])
+        their_order = np.lexsort(their_rows.T[::-1])
         if np.array_equal(our_rows[our_order], their_rows[their_order]):
             found = np.empty(len(our_rows), dtype=np.int64)
             found[our_order] = their_order
@@ -383,8 +386,10 @@ def _moved_rows(a: Numbers, b: Numbers) -> str:
     """Return the mapping from rows of the first tensor to rows of the second, if both have the same rows."""
     if a.ndim < 2 or len(a) > 1 << 16:
         return ""
-    ours, theirs = (run.reshape(len(run), -1) for run in (a, b))
-    our_order, their_order = (np.lexsort(run.T[::-1]) for run in (ours, theirs))
+    ours = a.reshape(len(a), -1)
+    theirs = b.reshape(len(b), -1)
+    our_order = np.lexsort(ours.T[::-1])
+    their_order = np.lexsort(theirs.T[::-1])
     if not np.allclose(ours[our_order], theirs[their_order], rtol=1e-5, atol=0.0):
         return ""
     pairs = zip(our_order, their_order, strict=True)

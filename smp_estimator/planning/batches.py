@@ -151,6 +151,7 @@ def batches(
         ("microbatches", microbatches),
         ("accumulation", accumulation),
     ):
+        # A flag is an ``int`` in Python, and no count.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
                 f"{name} is {value!r} ({type(value).__name__}); it is a count: set {name} to 1 or more", code="SMP110"

@@ -138,6 +138,7 @@ class _Configuration:
     def _size(self, name: str) -> int:
         for key in _NAMES[name]:
             value = self._fields.get(key)
+            # A flag is an ``int`` in Python, and no size.
             if isinstance(value, bool) or not isinstance(value, int):
                 continue
             if value > 0:
@@ -191,7 +192,8 @@ class _Configuration:
             return range(0)
         first = self._size("layers")
         given = self._fields.get("num_decoder_layers") or self._fields.get("decoder_layers")
-        return range(first, first + int(given or first))
+        count = int(given or first)
+        return range(first, first + count)
 
     # -- layers and weights ----------------------------------------------------------------------------------------
 

@@ -295,6 +295,7 @@ def _shape_of(
     weights: list[Weight] = []
     numbers: set[int] = set()
     for name, shape, elements, trainable in found:
+        # Before the first layer it is beside the embedding; behind the last one, beside the loss.
         layer: int | None = None if numbers else -1
         if _in_stack(name, stack):
             layer = _number(name)
@@ -302,11 +303,13 @@ def _shape_of(
             weights.append(Weight(elements, layer, split=len(shape) > 1, trainable=trainable))
         else:
             weights.append(Weight(elements, layer, embedding=shape == table, trainable=trainable))
+    # Without a configuration: the size that most matrices share is the width of the model, the largest that of its MLP.
     sizes = Counter(size for _, shape in inside for size in shape)
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "hidden") or (sizes.most_common(1) or [(1, 0)])[0][0]
     width = _first(config, "intermediate_size", "n_inner", "d_ff", "feed_forward") or max(sizes, default=0)
     first = min(numbers, default=0)
     wide = sum(1 for name, shape in inside if _number(name) == first and width in shape)
+    # No matrix shows the heads: 64 is the width that most models give them.
     count = _first(config, "num_attention_heads", "n_head", "num_heads", "heads")
     return ModelShape(
         layers=max(1, len(numbers)),

@@ -222,6 +222,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     if known is None or unknown_because(request) is not None:
         return None
     parameters = request.parameters
+    # Never NaN: unknown_because() has found a published peak.
     peak = 1e12 * (known.gpu_facts.tflops(precision_of(request)) or math.nan)
     forward, backward = operations_of_rank(request, batch)
     speed = peak * request.workload.utilisation
@@ -238,6 +239,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         early, late = links.seconds(early, Group.RDP), links.seconds(sent.data_late, Group.RDP)
         # Buckets leave in the backward pass that ends the accumulation.
         hidden = min(early, backward / speed / request.workload.accumulation)
+    # ``waits`` is a part of the whole step, waiting included; of the rest alone it is waits / (1 − waits).
     return StepTime(
         operations=forward + backward,
         peak=peak,
@@ -270,12 +272,14 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
     shape, parameters, script = request.shape, request.parameters, request.workload
     tensor, stages = parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
     tokens = batch.group_batch * batch.sequence * script.accumulation
+    # An addition and a multiplication per parameter and token; then the attention's map, and its product with the values.
     layers = (
         tokens * (2 * shape.layer_parameters + 4 * shape.layers * batch.sequence * shape.hidden) / (stages * tensor)
     )
     head_ranks = tensor if embedding_is_distributed(parameters, script) or not parameters.prescaled_batch else 1
     head = tokens * 2 * shape.vocabulary * shape.hidden / (stages * head_ranks)
     again = layers if script.activation_checkpointing is not None else 0.0
+    # Backward has two products for each of forward: gradients of the inputs, and of the weights.
     return layers + head, 2 * (layers + head) + again
 
 
@@ -303,11 +307,15 @@ class _Links:
         """Return the ranks of rank 0's group of this kind; the other groups are placed in the same way."""
         topology = self._topology
         degree = topology.sharded
-        places = {
-            Group.TP: [Coordinates(pp=0, tp=at, rdp=0) for at in range(topology.tensor)],
-            Group.PP: [Coordinates(pp=at, tp=0, rdp=0) for at in range(topology.pipeline)],
-            Group.RDP: [Coordinates(pp=0, tp=0, rdp=at) for at in range(topology.rdp_size)],
-            Group.SHARD: [Coordinates(pp=0, tp=0, rdp=at) for at in range(degree)],
-            Group.REPLICA: [Coordinates(pp=0, tp=0, rdp=at) for at in range(0, topology.rdp_size, degree)],
+        axis, positions = {
+            Group.TP: ("tp", range(topology.tensor)),
+            Group.PP: ("pp", range(topology.pipeline)),
+            Group.RDP: ("rdp", range(topology.rdp_size)),
+            Group.SHARD: ("rdp", range(degree)),
+            Group.REPLICA: ("rdp", range(0, topology.rdp_size, degree)),
         }[group]
-        return [topology.rank_at(at) for at in places]
+        ranks = []
+        for position in positions:
+            place = {"pp": 0, "tp": 0, "rdp": 0, axis: position}
+            ranks.append(topology.rank_at(Coordinates(**place)))
+        return ranks

@@ -90,6 +90,7 @@ def _idle_because(plan: Forecast) -> str:
     parts = ("2" if again else "3") if TRAITS[settings.pipeline].splits_backward else ""
     if pieces > 1:
         parts = f"{pieces} · "
+    # Both numbers are rounded, on the ways of two formulas.
     is_filled = plan.idle <= filled * (1 + 1e-9)
     return (
         f"(p − 1) / ({parts}m + p − 1)"

@@ -164,7 +164,8 @@ class InStockImage(_SDK):
 def _gpus(sdk: dict[str, Any]) -> frozenset[str]:
     """Return the known GPU models of the instances that an estimator's arguments name."""
     kinds = [sdk.get("instance_type")]
-    kinds += [group.instance_type for group in sdk.get("instance_groups") or ()]
+    groups = sdk.get("instance_groups") or ()
+    kinds += [group.instance_type for group in groups]
     gpus = set()
     for kind in kinds:
         known = instance(kind) if isinstance(kind, str) else None

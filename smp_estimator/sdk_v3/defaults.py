@@ -26,13 +26,15 @@ def fill_in_dropped(trainer: Any, where: JobLocation) -> None:
         "enable_inter_container_traffic_encryption": section.get("EnableInterContainerTrafficEncryption"),
     }
     trainer.networking = _completed(trainer.networking, networking)
-    if not trainer.tags and section.get("Tags"):
-        trainer.tags = [Tag(key=tag["Key"], value=tag["Value"]) for tag in section["Tags"]]
+    tags = section.get("Tags")
+    if not trainer.tags and tags:
+        trainer.tags = [Tag(key=tag["Key"], value=tag["Value"]) for tag in tags]
     if trainer.output_data_config is not None:
         output = section.get("OutputDataConfig") or {}
         trainer.output_data_config = _completed(trainer.output_data_config, {"kms_key_id": output.get("KmsKeyId")})
     kinds = [each.instance_type for each in where.all]
-    if all(isinstance(kind, str) and instance_supports_kms(kind) for kind in kinds):
+    takes_key = all(isinstance(kind, str) and instance_supports_kms(kind) for kind in kinds)
+    if takes_key:
         resources = section.get("ResourceConfig") or {}
         trainer.compute = _completed(trainer.compute, {"volume_kms_key_id": resources.get("VolumeKmsKeyId")})
 

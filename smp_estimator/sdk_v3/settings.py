@@ -144,7 +144,8 @@ def distribution_of(config: ModelParallel, where: JobLocation) -> dict[str, Any]
     """
     given = config.model_dump()
     known = instance(where.instance_type or "")
-    if given["processes_per_host"] is None and known is not None:
+    is_open = given["processes_per_host"] is None
+    if is_open and known is not None:
         given["processes_per_host"] = known.gpus
     return as_distribution(given)
 

@@ -133,9 +133,10 @@ def _batch_normalisation(
     settings: JobSettings, hosts: int | None, hyperparameters: Mapping[str, Any], entry_point: Any, source_dir: Any
 ) -> Iterator[str]:
     parameters = settings.model_parallel
-    name = next((name for name in BATCH_NAMES if _whole(hyperparameters.get(name)) is not None), None)
-    if parameters is None or name is None:
+    given = [name for name in BATCH_NAMES if _whole(hyperparameters.get(name)) is not None]
+    if parameters is None or not given:
         return
+    name = given[0]
     per_host = settings.mpi.processes_per_host if settings.mpi else None
     world = (per_host or 1) * (hosts or 1)
     batch, microbatches = _whole(hyperparameters[name]) or 0, parameters.microbatches
@@ -146,7 +147,9 @@ def _batch_normalisation(
     where = first_use(_BATCH_NORM, entry_point, source_dir)
     if where is None or first_use(_OVER_RANKS, entry_point, source_dir) is not None:
         return
-    cut = f"{name} {batch} ÷ microbatches {microbatches}" if microbatches > 1 else f"{name} {batch}"
+    cut = f"{name} {batch}"
+    if microbatches > 1:
+        cut += f" ÷ microbatches {microbatches}"
     yield (
         f"{where} uses batch normalisation, and each replica normalises over {seen} samples only ({cut}): below "
         f"{SMALL_BATCH} its statistics are unreliable and the model may not converge as on one GPU; raise {name}, or use "

@@ -79,7 +79,8 @@ def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = Fals
     if process_mode and "mpi" in distribution:
         return True
     torchrun = distribution.get("torch_distributed")
-    if isinstance(torchrun, Mapping) and torchrun.get("enabled") and not is_model_parallel(distribution):
+    is_by_torchrun = isinstance(torchrun, Mapping) and torchrun.get("enabled")
+    if is_by_torchrun and not is_model_parallel(distribution):
         return False  # started by torchrun, which is the SDK's business
     return "smdistributed" in distribution
 

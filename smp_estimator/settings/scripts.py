@@ -67,12 +67,16 @@ def _imported(tree: ast.Module, here: Path, roots: tuple[Path, ...]) -> Iterator
             for alias in node.names:
                 yield from _files(alias.name, roots)
         elif isinstance(node, ast.ImportFrom):
-            folders = (here, *here.parents)
-            # Each further dot of a relative import leads one folder up; there may be no such folder.
-            base = folders[node.level - 1 : node.level] if node.level else roots
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}" if node.module else alias.name
-                yield from _files(name, base)
+            yield from _imported_from(node, here, roots)
+
+
+def _imported_from(node: ast.ImportFrom, here: Path, roots: tuple[Path, ...]) -> Iterator[Path]:
+    folders = (here, *here.parents)
+    # Each further dot of a relative import leads one folder up; there may be no such folder.
+    base = folders[node.level - 1 : node.level] if node.level else roots
+    for alias in node.names:
+        name = f"{node.module}.{alias.name}" if node.module else alias.name
+        yield from _files(name, base)
 
 
 def _files(name: str, roots: tuple[Path, ...]) -> Iterator[Path]:
@@ -84,6 +88,7 @@ def _files(name: str, roots: tuple[Path, ...]) -> Iterator[Path]:
     for root in dict.fromkeys(roots):
         for count in range(1, len(parts) + 1):
             place = root.joinpath(*parts[:count])
-            for path in (place.with_suffix(".py"), place / "__init__.py"):
+            candidates = (place.with_suffix(".py"), place / "__init__.py")
+            for path in candidates:
                 if path.is_file():
                     yield path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from smp_config import ConfigError, JobSettings
@@ -148,8 +148,11 @@ def with_options_of_all(
     for kind in instance_types:
         options = _added_options(kind, custom, environment or {})
         wanted.append({str(option): option for option in options})
-    shared = [option for text, option in wanted[0].items() if all(text in each for each in wanted)]
-    keys = {option.key for each in wanted for option in each.values()}
+    in_all = set.intersection(*(set(options) for options in wanted))
+    shared = [option for text, option in wanted[0].items() if text in in_all]
+    keys: set[str] = set()
+    for options_by_text in wanted:
+        keys.update(option.key for option in options_by_text.values())
     missing = sorted(keys - {option.key for option in shared})
     mpi = settings.mpi.model_copy(update={"custom_mpi_options": _joined(shared, custom)})
     return settings.model_copy(update={"mpi": mpi}), missing
@@ -200,14 +203,20 @@ def _added_options(instance_type: str | None, custom: str, environment: Mapping[
         is_in_environment = option.name == "x" and option.key in environment
         if option.subject not in given and not is_in_environment:
             added.append(option)
+    for name, value in _mirrored(environment):
+        if ("x", name) not in given:
+            added.append(MpiOption("x", name, value))
+    return added
+
+
+def _mirrored(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the variables of a job that its ranks get as MPI options."""
     for name, value in sorted(environment.items()):
-        is_given = ("x", name) in given
-        if is_given or not _is_mirrored(name):
+        if not _is_mirrored(name):
             continue
         # The stock images' launcher splits the options at spaces.
         if isinstance(value, str) and not _needs_quotes(value):
-            added.append(MpiOption("x", name, value))
-    return added
+            yield name, value
 
 
 def _joined(options: Sequence[MpiOption], custom: str) -> str:

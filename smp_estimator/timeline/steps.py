@@ -243,7 +243,10 @@ def _common_steps(ranks: list[RankTimeline]) -> tuple[Step, ...]:
         if any(rank.blocks for rank in of_ranks):
             computed.append(Step(number, tuple(of_ranks)))
     if not computed:
-        shown = [f"rank {rank.rank}: {_ranges([step.number for step in rank.steps])}" for rank in ranks[:8]]
+        shown = []
+        for rank in ranks[:8]:
+            numbers = [step.number for step in rank.steps]
+            shown.append(f"rank {rank.rank}: {_ranges(numbers)}")
         raise ConfigError(
             f"there is no step in which all ranks recorded what they computed ({'; '.join(shown)}); ranks that ended at "
             "different steps keep different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep",
@@ -253,6 +256,7 @@ def _common_steps(ranks: list[RankTimeline]) -> tuple[Step, ...]:
 
 
 def _on_one_clock(rank: RankTimeline, step: StepTimeline) -> RankStep:
+    # Each rank has measured by the clock of its host; the offset leads to a common one.
     blocks = [
         Block(rank.names[name], kind, microbatch, rank.paths[path], start + rank.offset, stop + rank.offset)
         for name, kind, microbatch, path, start, stop in step.actions

@@ -156,6 +156,7 @@ def seconds_per_step(timeline: JobTimeline) -> float:
     The result includes the update, data loading and the script's other work between two calls of the step
     function. With a single training step, it is the time of that call on the slowest rank.
     """
+    # A step has begun when its last rank has.
     begins = {step.number: max(rank.start for rank in step.ranks) for step in timeline.steps if step.trains}
     distances = []
     for number, begin in begins.items():
@@ -164,6 +165,7 @@ def seconds_per_step(timeline: JobTimeline) -> float:
             distances.append(following - begin)
     if distances:
         distances.sort()
+        # The lower of two in the middle: a time that was measured, and no mean of two.
         return distances[(len(distances) - 1) // 2]
     step = timeline.step()
     return max(rank.stop - rank.start for rank in step.ranks)

@@ -111,10 +111,13 @@ class Stragglers:
             theirs += self._samples[other]
         if not theirs:
             return None
-        own, usual = median(sample.own for sample in mine), median(sample.own for sample in theirs)
+        own = median(sample.own for sample in mine)
+        usual = median(sample.own for sample in theirs)
+        # The median of deviations, since a few slow steps must not widen what counts as usual.
         spread = _OF_NORMAL * median(abs(sample.own - usual) for sample in theirs)
         z = (own - usual) / max(spread, _USUAL_SPREAD * usual, 1e-9)
-        share = min(1.0, (own - usual) / max(median(sample.step for sample in mine), 1e-9))
+        step = median(sample.step for sample in mine)
+        share = min(1.0, (own - usual) / max(step, 1e-9))
         if z < _LEAST_Z or share < _LEAST_SHARE:
             return None
         return Straggler(rank, self._newest[rank].host, own, usual, z, share, _main_cause(mine, theirs))

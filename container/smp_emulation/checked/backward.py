@@ -40,6 +40,7 @@ class BackwardThread:
             or all(self._devices.device_of(root) is None for root in roots)
         ):
             return own(outputs, *args, **kwargs)
+        # Modes, devices and streams belong to a thread: the pass must see those of its caller.
         modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
         state, line = dict(self._devices.thread.__dict__), find_site()
         grad = torch.is_grad_enabled()

@@ -57,22 +57,23 @@ class Copies:
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *, waits: bool) -> None:
         devices = self._devices
         to, of = devices.memory.place_of(target), devices.memory.place_of(source)
-        into, out_of = (None if place is None else place.device for place in (to, of))
-        number = into if into is not None else out_of
+        into = None if to is None else to.device
+        out_of = None if of is None else of.device
+        number = out_of if into is None else into
         if number is None:
             raise AssertionError("a copy on the host")
         lane = devices.current(number)
-        what = "copy" if into == out_of else "copy to the device" if out_of is None else "copy to the host"
+        what = _name_of_copy(into, out_of)
         devices.model.count_copy(on_one_device=into == out_of, bytes_moved=2 * target.nbytes)
         to = to or self._tracked(target)
         if of is not None and (of.device is not None or of.pinned):
-            reads, came = [(source, of)], _elements(source, of)
+            reads, came = [(source, of)], elements_of(source, of)
         else:  # of other host memory the system takes a copy first
             if of is not None:
                 devices.host_touches(source, of, what, writes=False)
             reads, came = [], source.detach().clone()
         devices.touch(lane, what, reads, [(target, to)])
-        goes = _elements(target, to)
+        goes = elements_of(target, to)
         devices.queue(lane, lambda: _copied(goes, came), what)
         if waits and into != out_of:
             devices.wait_on_host(what, [lane])
@@ -83,12 +84,20 @@ class Copies:
         return place
 
 
-def _elements(tensor: torch.Tensor, place: StoragePlace) -> torch.Tensor:
+def _name_of_copy(into: int | None, out_of: int | None) -> str:
+    if into == out_of:
+        return "copy"
+    return "copy to the device" if out_of is None else "copy to the host"
+
+
+def elements_of(tensor: torch.Tensor, place: StoragePlace) -> torch.Tensor:
+    """Return the host tensor that has the elements of ``tensor``; on a device, that is the emulated memory itself."""
     if place.device is None:
         return tensor.detach()
     if place.block is None:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     view = view_of(place.block, tensor)
+    # The memory holds the elements without the changes that these flags of a tensor stand for.
     view = view.conj() if tensor.is_conj() else view
     return view._neg_view() if tensor.is_neg() else view
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from smp_emulation.checked import composites, random_numbers
-from smp_emulation.checked.copies import Copies
+from smp_emulation.checked.copies import Copies, elements_of
 from smp_emulation.checked.streams.memory import StoragePlace, view_of
 from smp_emulation.errors import CudaCallError
 
@@ -54,15 +54,11 @@ class Operations(TorchDispatchMode):
         kwargs = composites.place_factory(func, tensors, kwargs)
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"
-        if not to_device and not any(place is not None and place.device is not None for place in places):
+        from_device = any(place is not None and place.device is not None for place in places)
+        if not to_device and not from_device:
             return self._on_host(func, args, kwargs, tensors, places)
         if func.namespace == "c10d":
-            if func.overloadpacket is torch.ops.c10d.barrier:
-                return func(*args, **kwargs)
-            raise CudaCallError(
-                f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
-                "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
-            )
+            return _run_collective(func, args, kwargs)
         if func in (_aten._to_copy.default, _aten.copy_.default):
             return self._copies.run(func, args, kwargs)
         if not tensors or func.overloadpacket in _LIKE:
@@ -72,8 +68,9 @@ class Operations(TorchDispatchMode):
             return self._make(func, args, kwargs, number or 0)
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
-        number = next(p.device for p in places if p is not None and p.device is not None)
-        call = _DeviceCall(self._devices, func, flat, spec, number if asked is None else self._devices.index(asked))
+        own = next(p.device for p in places if p is not None and p.device is not None)
+        number = own if asked is None else self._devices.index(asked)
+        call = _DeviceCall(self._devices, func, flat, spec, number)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(call, func, args, kwargs)
         return self._queue(call)
@@ -83,15 +80,23 @@ class Operations(TorchDispatchMode):
     def _on_host(
         self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[StoragePlace | None]
     ) -> Any:
-        if any(place is not None for place in places) and not _only_looks(func):
-            written = {id(tensor) for tensor in _written(func, args, kwargs)}
-            for tensor, place in zip(tensors, places, strict=True):
-                if place is not None and place.device is None:
-                    self._devices.host_touches(tensor, place, str(func), writes=id(tensor) in written)
-        if func is _aten._local_scalar_dense.default or torch.Tag.nondeterministic_seeded not in func.tags:
+        is_tracked = any(place is not None for place in places)
+        if is_tracked and not _only_looks(func):
+            self._note_host_access(func, args, kwargs, tensors, places)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and func is not _aten._local_scalar_dense.default
+        if not draws:
             return self._in_host_memory(func, args, kwargs)
+        # Another thread may have lent the host's generator to a device.
         with random_numbers.lock:
             return self._in_host_memory(func, args, kwargs)
+
+    def _note_host_access(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[StoragePlace | None]
+    ) -> None:
+        written = {id(tensor) for tensor in _written(func, args, kwargs)}
+        for tensor, place in zip(tensors, places, strict=True):
+            if place is not None and place.device is None:
+                self._devices.host_touches(tensor, place, str(func), writes=id(tensor) in written)
 
     def _in_host_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation at once, and register its result as pinned if it should be."""
@@ -135,9 +140,10 @@ class Operations(TorchDispatchMode):
     def _forms(self, call: _DeviceCall) -> tuple[list[Any] | None, Any]:
         """Return the forms of all new tensors among the results, or None if they depend on tensor elements."""
         returns = call.func._schema.returns
-        if not any(r.alias_info is None for r in returns):
+        new = [r for r in returns if r.alias_info is None]
+        if not new:
             return [], tree_flatten(())[1]
-        if any(r.alias_info is None and "Tensor" not in str(r.type) for r in returns):
+        if any("Tensor" not in str(r.type) for r in new):
             return None, None  # a number or a truth: the host wants to know
         key = call.key()
         if key not in self._shapes:
@@ -205,10 +211,12 @@ class _DeviceCall:
         Raises:
             CudaCallError: the tensors are on several devices.
         """
+        mixes = self.func._schema.name.startswith(_MIXES) or self.func.overloadpacket in _LIKE
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
-            mixes = self.func._schema.name.startswith(_MIXES) or self.func.overloadpacket in _LIKE
-            if number == self.number or (number is None and (not tensor.ndim or mixes)):
+            may_be_on_host = mixes or not tensor.ndim
+            is_allowed_on_host = number is None and may_be_on_host
+            if number == self.number or is_allowed_on_host:
                 continue
             other = "cpu" if number is None else f"cuda:{number}"
             raise CudaCallError(
@@ -220,13 +228,20 @@ class _DeviceCall:
         """Record the tensors that the operation reads and writes."""
         args, kwargs = tree_unflatten(self.flat, self.spec)
         written = {id(tensor) for tensor in (*_written(self.func, args, kwargs), *new)}
-        placed = [(t, p) for t in (*self._tensors, *new) if (p := self.devices.memory.place_of(t)) is not None]
-        for tensor, place in placed:
-            if place.device is None:  # numbers and indices are read when the work is queued
+        reads: _Touched = []
+        writes: _Touched = []
+        for tensor in (*self._tensors, *new):
+            place = self.devices.memory.place_of(tensor)
+            if place is None:
+                continue
+            if place.device is None:
+                # Numbers and indices are read when the work is queued.
                 self.devices.host_touches(tensor, place, self.what, writes=False)
-        mine = [(tensor, place) for tensor, place in placed if place.device is not None]
-        reads = [(tensor, place) for tensor, place in mine if id(tensor) not in written]
-        self.devices.touch(self.lane, self.what, reads, [pair for pair in mine if id(pair[0]) in written])
+            elif id(tensor) in written:
+                writes.append((tensor, place))
+            else:
+                reads.append((tensor, place))
+        self.devices.touch(self.lane, self.what, reads, writes)
 
     def key(self) -> Any:
         """Return the cache key for the forms of the results."""
@@ -242,6 +257,7 @@ class _DeviceCall:
         def meta(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+            # Shapes do not depend on random numbers.
             if isinstance(leaf, torch.Generator):
                 return None
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
@@ -263,6 +279,7 @@ class _DeviceCall:
         def zeros(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
+            # Another one: the state of the script's generator must not change here.
             if isinstance(leaf, torch.Generator):
                 return torch.Generator()
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -279,13 +296,10 @@ class _DeviceCall:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             place = self.devices.memory.place_of(leaf)
+            # The script may change host memory before the work runs.
             if place is None or place.device is None:
                 return leaf.detach().clone()
-            if place.block is None:
-                return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
-            view = view_of(place.block, leaf)
-            view = view.conj() if leaf.is_conj() else view
-            return view._neg_view() if leaf.is_neg() else view
+            return elements_of(leaf, place)
 
         return [real(leaf) for leaf in self.flat]
 
@@ -314,7 +328,9 @@ class _DeviceCall:
             with drawn():
                 results = func(*args, **kwargs)
             leaves = [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor)]
-            for target, result in zip(targets, leaves[-len(targets) :] if targets else (), strict=True):
+            # The new tensors come last; before them are arguments that the operation has changed.
+            last = leaves[len(leaves) - len(targets) :]
+            for target, result in zip(targets, last, strict=True):
                 if target is not None:
                     target.copy_(result)
 
@@ -337,7 +353,10 @@ class _DeviceCall:
         if len(returns) == 1:
             return next(changed)
         fresh = iter(new if isinstance(new, (tuple, list)) else (new,))
-        return tuple(next(changed) if r.alias_info is not None else next(fresh) for r in returns)
+        results = []
+        for r in returns:
+            results.append(next(fresh) if r.alias_info is None else next(changed))
+        return tuple(results)
 
 
 _EMPTY = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
@@ -350,6 +369,16 @@ _LIKE = {
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     """Return empty host memory with a tensor's shape, strides and data type."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+def _run_collective(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a barrier, the only collective from C++ that has no tensors of the program."""
+    if func.overloadpacket is torch.ops.c10d.barrier:
+        return func(*args, **kwargs)
+    raise CudaCallError(
+        f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
+        "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
+    )
 
 
 def _only_looks(func: Any) -> bool:
@@ -365,7 +394,9 @@ def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[
     unsaid = _UNSAID.get(schema.name, ())
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
-        if (info is None or not info.is_write) and (whole or position not in unsaid):
+        is_written = info is not None and info.is_write
+        is_unsaid = position in unsaid and not whole
+        if not is_written and not is_unsaid:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         if isinstance(value, (list, tuple)) and not whole:

@@ -30,11 +30,15 @@ class Patches:
 
     def in_modules(self, former: Any, value: Any) -> None:
         """Replace what modules of this library have imported by name."""
+        # Copies, since other threads may import meanwhile.
         for module_name, module in list(sys.modules.items()):
-            if is_runtime_module(module_name):
-                for name, held in list(vars(module).items()):
-                    if type(held) is type(former) and held == former:
-                        self.set(module, name, value)
+            if not is_runtime_module(module_name):
+                continue
+            for name, held in list(vars(module).items()):
+                # By type first: a tensor's ``==`` is no truth value.
+                is_former = type(held) is type(former) and held == former
+                if is_former:
+                    self.set(module, name, value)
 
     def undo(self) -> None:
         """Put everything back."""

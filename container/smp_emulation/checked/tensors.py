@@ -105,6 +105,7 @@ class TensorNames:
                 other = kwargs.pop("other")
                 args = (other.device, other.dtype)
             forced = kwargs.pop("copy", False)
+            # PyTorch's parser takes no ``copy``, the flag behind ``non_blocking``.
             if len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
                 forced, args = args[-1], args[:-1]
             device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
@@ -228,6 +229,7 @@ class TensorNames:
         place = self._devices.memory.place_of(tensor)
         if place is None or place.device is None:
             raise CudaCallError("record_stream: the tensor is not on a device")
+        # A tensor without elements has no memory.
         if place.block is not None:
             place.block.users.add(stream.lane.actor)
 

@@ -68,10 +68,11 @@ def find_pool_growth(steps: Sequence[StepFigures]) -> str:
 
 def find_host_bound(steps: Sequence[StepFigures]) -> str:
     """Return a sentence if most steps after the first ones wait for the host, else an empty string."""
-    steady = [figures.work for figures in steps[_WARM_UP:]] or [figures.work for figures in steps]
+    work_of_steps = [figures.work for figures in steps]
+    steady = work_of_steps[_WARM_UP:] or work_of_steps
     for bound, seconds in (("host", LAUNCH_SECONDS), ("host in eager mode", EAGER_SECONDS)):
         slow = [work for work in steady if work.launches * seconds > work.device_seconds]
-        if steady and len(slow) * 2 > len(steady):
+        if len(slow) * 2 > len(steady):
             launches = sum(work.launches for work in slow) / len(slow)
             device = sum(work.device_seconds for work in slow) / len(slow)
             return (

@@ -53,14 +53,14 @@ class StorageMode(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         for tensor in given:
-            self._note(tensor)  # what was made without an operation, by torch.from_numpy for example
+            # Some are made without an operation, by torch.from_numpy for example.
+            self._note(tensor)
+        # A factory function: its size is known before the host has to find the memory.
         if not given and "device" in kwargs:
             self._refuse_too_large(function, args, kwargs)
         result = function(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if self._note(tensor)]
-        if made or any(
-            returned.alias_info is None or returned.alias_info.is_write for returned in function._schema.returns
-        ):
+        if made or _gives_new_elements(function):
             self._model.count_work(function, args, kwargs, given, made)
         return result
 
@@ -196,6 +196,12 @@ def is_wanted() -> bool:
 def _run_in(mode: StorageMode, run: Callable[[], None]) -> None:
     with mode:
         run()
+
+
+def _gives_new_elements(function: Any) -> bool:
+    """Return whether an operation makes a tensor, or writes into an argument; views do neither."""
+    aliases = [returned.alias_info for returned in function._schema.returns]
+    return any(info is None or info.is_write for info in aliases)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

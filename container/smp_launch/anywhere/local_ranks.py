@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def pass_on(sent: int) -> None:
         for pid in list(alive):
+            # A handler may run between os.wait() below and the removal of the process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sent)
 
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
         process.returncode = 0  # collected below, in the order in which they end
         alive[process.pid] = local
+        # The launcher sees the end of a rank's output only when no other process has the pipe open.
         for descriptor in (output, errors):
             if descriptor is not None:
                 os.close(descriptor)

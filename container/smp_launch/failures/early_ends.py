@@ -33,6 +33,7 @@ def why_no_input(error: BaseException) -> str | None:
     if is_of_debugger(error):
         return _NO_DEBUGGER
     found: BaseException | None = error
+    # Libraries raise errors of their own from that of input().
     while found is not None:
         if isinstance(found, EOFError) and _is_from_prompt(found):
             return _NO_INPUT
@@ -72,6 +73,7 @@ def _is_about(error: ImportError | AttributeError, name: str, path: Path) -> boo
 def _like_own_modules(folders: Iterable[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in map(Path, folders):
+        # Python's path may name archives, and folders that do not exist.
         if not folder.is_dir():
             continue
         for path in sorted(folder.iterdir()):

@@ -260,10 +260,12 @@ class FailureCollector:
     def _end_of_program(self, program: str, returncode: int) -> Cause:
         """Return the end of the program that ran the ranks as the cause, or the output of a rank that had not begun."""
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
-        silent = None if self.messages else self._first_early()
-        cause = None if silent is None else self._ended_early(silent, returncode)
-        if cause is not None:
-            return cause
+        # A rank that ended before its script began could report nothing.
+        if not self.messages:
+            silent = self._first_early()
+            cause = None if silent is None else self._ended_early(silent, returncode)
+            if cause is not None:
+                return cause
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
 

@@ -170,6 +170,7 @@ def abort(code: int, failed: BaseException) -> NoReturn:
         failed: lives on to the very end, with all that its frames hold.
     """
     try:
+        # First: what follows runs code of the script and of libraries, and any of it may hang.
         watchdog = threading.Timer(EXIT_SECONDS, os._exit, (code,))
         watchdog.daemon = True
         watchdog.start()

@@ -38,6 +38,7 @@ def private_dir(parent: Path) -> Iterator[Path]:
         hidden = path / f".{_LOCK}"
         with hidden.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Only now: a sweep takes a folder with an unlocked file of this name for one that was left behind.
             hidden.rename(path / _LOCK)
             yield path
     finally:
@@ -51,6 +52,7 @@ def _sweep(parent: Path) -> None:
             if path.stat().st_uid != os.geteuid():
                 continue
             with (path / _LOCK).open() as lock:
+                # The system releases the lock of a process that ends, however it ends.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
         except OSError:
@@ -85,6 +87,7 @@ class StatusDir:
         """Be the leader in the block."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{_LEADER_LOCK}.{os.getpid()}"
+        # Before the lock has its name: a host that finds it must not read how a former leader ended.
         (self.path / _STATUS).unlink(missing_ok=True)
         # Python's descriptors are not inherited, so no rank can keep the lock.
         with temporary.open("w") as lock:
@@ -118,6 +121,7 @@ class StatusDir:
         """Write how the leader ends into the folder. Call it inside :meth:`leading`."""
         temporary = self.path / f".{_STATUS}.{os.getpid()}"
         temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
+        # This process may be killed at any moment: a host then finds the whole status or none.
         os.replace(temporary, self.path / _STATUS)
 
     def leader_started(self) -> bool:
@@ -127,6 +131,7 @@ class StatusDir:
     def wait_for_end(self) -> LeaderStatus | None:
         """Block until the leader has ended, and return how; None if it left no status."""
         with (self.path / _LEADER_LOCK).open() as lock:
+            # Shared: all hosts get it at once when the leader's end releases it.
             fcntl.flock(lock, fcntl.LOCK_SH)
         try:
             return LeaderStatus(**json.loads((self.path / _STATUS).read_text(encoding="utf-8")))

@@ -30,6 +30,7 @@ class StopRequests:
         self.lifeline = 0 if lifeline else None
         self._patience = patience
         self._read, self._write = os.pipe()
+        # The system's handler writes here inside whatever runs: a full pipe must not block that.
         for end in (self._read, self._write):
             os.set_blocking(end, False)
         self._before: dict[int, object] = {}
@@ -46,6 +47,7 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Before the pipe is closed: a signal would be written into the next file with this number.
         signal.set_wakeup_fd(-1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
@@ -91,4 +93,5 @@ class StopRequests:
 
 def _give_up(number: int, frame: object) -> None:
     kill_descendants()
+    # Not sys.exit(), which would write to the reader that hangs.
     os._exit(128 + signal.SIGKILL)

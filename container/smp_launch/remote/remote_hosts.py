@@ -100,6 +100,7 @@ class _Connection:
         """End an attempt that failed."""
         process = self.process
         if process is not None and process.stderr is not None:
+            # ssh writes why it failed before it ends: read sooner, the reason might be missing.
             try:
                 process.wait(_END_PATIENCE)
             except subprocess.TimeoutExpired:

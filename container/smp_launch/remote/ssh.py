@@ -144,6 +144,7 @@ def serve_ssh(folder: Path, trusted: Sequence[str], login: Sequence[str], enviro
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # the server gives up its rights there
     process = subprocess.Popen(
+        # Not as a daemon (-D), which this process could neither watch nor end.
         [server, "-D", "-e", "-f", str(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -217,6 +218,7 @@ def _program(name: str) -> str:
 def _make_key(keygen: str, path: Path) -> None:
     done = subprocess.run(
         [keygen, "-q", "-t", "ed25519", "-N", "", "-C", "smp-launch", "-f", str(path)],
+        # The program asks before it overwrites a key, and here is no one to answer.
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

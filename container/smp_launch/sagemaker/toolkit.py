@@ -77,6 +77,7 @@ def _run(words: list[str], stop: StopRequests, environ: Mapping[str, str]) -> tu
         process = subprocess.Popen(
             command, env=dict(environ), stdin=subprocess.DEVNULL, pass_fds=[write], start_new_session=True
         )
+        # The child has the only end now, so the report ends with the child.
         os.close(write)
         selector.register(stop, selectors.EVENT_READ)
         # The end of the child makes `stop` readable too; pip has its own timeouts, and the platform its maximum.

@@ -189,14 +189,7 @@ class Supervisor:
             next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
             moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
             events = self._selector.select(self._until(min(moments)))
-            # If both arrive together, the end of a rank is the cause, and another rank's report of it the consequence.
-            keys = [key for key, _ in events]
-            outputs = [key for key in keys if key.fileobj in self._open_pipes]
-            for key in (*(key for key in keys if key not in outputs), *outputs):
-                key.data()
-            if outputs:
-                # Patience runs from the last byte, and not while a slow reader holds this process up.
-                self._quiet_since = time.monotonic()
+            self._handle([key for key, _ in events])
             if time.monotonic() >= self.collector.release_at:
                 show(self.collector.release(), 2)
             if time.monotonic() >= next_look:
@@ -207,6 +200,17 @@ class Supervisor:
                 return  # no process is left that could write
             if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
+
+    def _handle(self, keys: list[selectors.SelectorKey]) -> None:
+        """Handle what has come at once: ends of ranks, connections, and output."""
+        outputs = [key for key in keys if key.fileobj in self._open_pipes]
+        others = [key for key in keys if key.fileobj not in self._open_pipes]
+        # If both arrive together, the end of a rank is the cause, and another rank's report of it the consequence.
+        for key in (*others, *outputs):
+            key.data()
+        if outputs:
+            # Patience runs from the last byte, and not while a slow reader holds this process up.
+            self._quiet_since = time.monotonic()
 
     def _on_program_end(self) -> None:
         if self.pipes is not None:

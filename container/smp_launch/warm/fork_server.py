@@ -86,13 +86,16 @@ class ForkServer:
         """
         while True:
             sources: list[Any] = [self.listener, *self._waiting]
-            sources += [source for forked in self._forked for source in (forked.connection, forked.ended)]
-            for source in select.select(sources, [], [])[0]:
+            for forked in self._forked:
+                sources += (forked.connection, forked.ended)
+            readable, _, _ = select.select(sources, [], [])
+            for source in readable:
                 if source is self.listener:
                     self._accept()
                 elif source in self._waiting:
                     self._waiting.remove(source)
-                    if (task := self._take(source)) is not None:
+                    task = self._take(source)
+                    if task is not None:
                         return task
                 else:
                     self._attend(source)
@@ -146,12 +149,14 @@ class ForkServer:
             sys.stderr.flush()
         pid = os.fork()
         if pid:
+            # On both sides of the fork, so that the group exists before either uses it.
             with contextlib.suppress(OSError):  # it may have done so itself, or have ended
                 os.setpgid(pid, pid)
             self._forked.append(Forked(connection, pid, os.pidfd_open(pid), group))
             return None
         _end_with_parent(signal.SIGKILL, parent)
         os.setpgid(0, 0)
+        # The other side of a connection sees its end only when no fork has it open.
         for forked in self._forked:
             forked.connection.close()
             os.close(forked.ended)
@@ -207,6 +212,7 @@ def _become_rank(place: Mapping[str, Any]) -> NoReturn:
 def _end_with_parent(number: int, parent: int) -> None:
     """Let the system send a signal to this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    # The parent may have ended before the request, which then has no effect.
     if os.getppid() != parent:
         os._exit(1)
 

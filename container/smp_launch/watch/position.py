@@ -113,7 +113,7 @@ def position_of(
     elif thread is not None:
         standing, doing = _standing(thread, wait)
         call = wait.what if wait is not None else _call(thread)
-        compiling = any(part in frame.file for frame in thread.frames for part in _COMPILER)
+        compiling = _is_compiling(thread)
     elif wait is None:
         standing, doing = Standing.SCRIPT, "does not go on"
     else:
@@ -121,6 +121,14 @@ def position_of(
     if standing is Standing.WAITING and wait is not None and not line:
         line = wait.line
     return RankPosition(where, standing, seconds, line, doing, call, wait, is_active, compiling, tuple(threads))
+
+
+def _is_compiling(thread: Thread) -> bool:
+    for frame in thread.frames:
+        is_of_compiler = any(part in frame.file for part in _COMPILER)
+        if is_of_compiler:
+            return True
+    return False
 
 
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:

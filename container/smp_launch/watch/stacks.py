@@ -81,6 +81,7 @@ def ask(
     for rank in among:
         path = folder / f"{rank}{STACKS_SUFFIX}"
         try:
+            # Stacks are appended to the file: the answer is behind what is there now.
             before[rank] = path.stat().st_size
             _interrupt(pids[rank], STACKS_SIGNAL)
             if then is not None:
@@ -127,6 +128,7 @@ def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> d
         try:
             found |= ask(folder, pids, [rank], signal.SIGCONT)
         finally:
+            # Also without an answer: someone has stopped the process, perhaps in a debugger.
             with contextlib.suppress(OSError):
                 os.kill(pids[rank], signal.SIGSTOP)
     return found

@@ -253,7 +253,8 @@ def _waiting(everyone: Iterable[RankPosition], apart: Collection[int]) -> str:
     """Describe which ranks wait where, for the end of a sentence."""
     places: dict[str, list[int]] = defaultdict(list)
     for position in everyone:
-        if position.rank not in apart and position.standing is Standing.WAITING:
+        is_waiting = position.standing is Standing.WAITING
+        if is_waiting and position.rank not in apart:
             call = position.call or "a call"
             line = position.line or "no line of the script"
             places[f"in {call} at {line}"].append(position.rank)

@@ -158,7 +158,8 @@ class HangWatch:
         if not still:
             return {}
         all_in_script = all(positions[rank].standing is Standing.SCRIPT for rank in still)
-        if all_in_script and len(still) < len(positions) - len(gone):
+        others_go_on = len(still) < len(positions) - len(gone)
+        if all_in_script and others_go_on:
             return {}  # a rank that no other rank waits for may take its time while others go on
         awaited: set[int] = set()
         for rank in still:

@@ -122,6 +122,7 @@ def _attention_heads(module: nn.Module | None) -> int | None:
     for word in _HEADS:
         if hasattr(module, word):
             heads = getattr(module, word)
+            # A flag is an ``int`` in Python, and no number of heads.
             if isinstance(heads, bool) or not isinstance(heads, int):
                 return None
             return heads

@@ -144,7 +144,8 @@ class ShardSums:
         state = placed.sharded_state
         shared = state.places if state is not None else {}
         for parameter, sums in zip(self._parameters, expected, strict=True):
-            if parameter not in shared or (is_master and not parameter.requires_grad):
+            is_never_updated = is_master and not parameter.requires_grad
+            if parameter not in shared or is_never_updated:
                 continue
             shard = (placed.optimizer_shards or {}).get(parameter)
             if is_master:
@@ -177,10 +178,12 @@ def _check(cuts: Sequence[_Cut], ranks: Ranks, group: Group, whose: str, *, need
     for row, cut in enumerate(cuts):
         counts = [theirs[row][1] for theirs in by_rank]
         elements = sum(counts)
-        if elements != cut.elements and not needs_all_elements:
+        is_whole = elements == cut.elements
+        if not is_whole and not needs_all_elements:
             continue  # padded, or joined from several
         total = sum(theirs[row][0] for theirs in by_rank) % _MODULUS
-        if elements != cut.elements or total != cut.expected:
+        is_unchanged = is_whole and total == cut.expected
+        if not is_unchanged:
             shown = ", ".join(f"{count:,}" for count in counts)
             raise NumericsError(
                 f"the parts of {cut.name} on ranks {ranks.members(group)} are not what it was cut from: they have {shown} of its "

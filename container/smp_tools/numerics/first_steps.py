@@ -105,6 +105,7 @@ class FirstSteps:
         self._since_update = self._is_certain and self._since_update is not False
         self._has_begun, self._is_finite, self._is_certain = False, True, True
         self.left -= 1
+        # Later passes must not pay for the look.
         if not self.left and self._look_at_arguments in self._session.arguments:
             self._session.arguments.remove(self._look_at_arguments)
 

@@ -111,7 +111,10 @@ class KindsCarrier:
                 return  # rehearsed before: it has finished, with its own messages
         if kind == self._inner.rank:
             self._own[channel].append(payload)
-        elif self.call != "smp.broadcast" or dest in self._kinds.representatives:  # who receives for its stage, once
+            return
+        # One process stands for all ranks of its kind, so a message to all of them reaches it once.
+        is_received = self.call != "smp.broadcast" or dest in self._kinds.representatives
+        if is_received:
             self._inner.send(payload, kind, channel)
 
     def receive(self, source: int, channel: int) -> Any:
@@ -182,7 +185,8 @@ class RehearsedControl(ControlPlane):
         with super().doing(call):
             if self._calls is not None and is_outermost:
                 self._calls.another()
-                if call.startswith(_STEP):  # its ranks wait for each other's tensors, even if they agree on nothing
+                # The ranks of a step wait for each other's tensors, even if they agree on nothing.
+                if call.startswith(_STEP):
                     self._calls.of_library(self._kinds.representatives)
             yield
 
@@ -194,14 +198,17 @@ class RehearsedControl(ControlPlane):
         if self._heard is not None and any(rank in ranks for rank in self._kinds.others):
             self._heard.note(self.rank, call, channel, ranks, payload)
         there = [rank for rank in ranks if rank in self._there]
-        said = super().allgather(payload, there, channel) if len(there) > 1 else [payload]
+        said = [payload]
+        if len(there) > 1:
+            said = super().allgather(payload, there, channel)
         by_kind = {self._kinds.kind_of(rank): one for rank, one in zip(there, said, strict=True)}
         # Of a kind that no process of the group stands for, this one: groups of one stage have only its ranks.
         everyone = [by_kind.get(self._kinds.kind_of(rank), payload) for rank in ranks]
         for place, rank in enumerate(ranks):
             if rank in self._said.speakers:
                 is_known, saying = self._said.next(rank, call, channel, ranks)
-                everyone[place] = saying if is_known else everyone[place]
+                if is_known:
+                    everyone[place] = saying
         return everyone
 
     def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:

@@ -71,6 +71,7 @@ class Loaders:
     def stand_ins(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch."""
         size = getattr(loader, "batch_size", None)
+        # A loader that was made with a batch sampler has no size of its own.
         if not size:
             size = getattr(loader.batch_sampler, "batch_size", None) or 1
         batches = _length(loader)
@@ -107,7 +108,9 @@ class Loaders:
 
             @functools.wraps(length)
             def counted(self: Any) -> int:
-                return (0 if getattr(self, _MARK, False) else int(length(self))) or samples
+                is_stand_in = getattr(self, _MARK, False)
+                own = 0 if is_stand_in else int(length(self))
+                return own or samples
 
             setattr(kind, _LENGTH, counted)
 

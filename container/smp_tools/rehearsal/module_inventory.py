@@ -52,14 +52,20 @@ class ModuleInventory:
                 self.parameters += held
                 self.trained_parameters += trained
                 here.append(path)
-                if type(module).__module__.startswith("smp_runtime.") and path in called:
+                is_ours = type(module).__module__.startswith("smp_runtime.")
+                if is_ours and path in called:
                     ours.append(path)
                 is_used = path in called or any(path.startswith(f"{parent}.") for parent in ours)
-                if held and not is_used and all(p.grad is None for p in module.parameters(recurse=False)):
+                if not held or is_used:
+                    continue
+                # A script may use the parameters of a module that it does not call: these get gradients.
+                has_gradient = any(p.grad is not None for p in module.parameters(recurse=False))
+                if not has_gradient:
                     self.idle_parameters += held
                     idle.append(path)
         self.modules = _outermost(here)
-        self.idle_modules = _outermost(dict.fromkeys(_whole(path, set(here), called) for path in idle))
+        present = set(here)
+        self.idle_modules = _outermost(dict.fromkeys(_whole(path, present, called) for path in idle))
 
 
 def _elements(module: nn.Module, seen: set[int]) -> tuple[int, int]:

@@ -89,12 +89,7 @@ class _Plan:
         self.is_free = is_view or changes_shape_only or function in SHARING
         self.mutates = schema.is_mutable
         self.is_dynamic = torch.Tag.dynamic_output_shape in tags or function in _DYNAMIC
-        places: dict[str, int | str] = {}
-        for position, argument in enumerate(schema.arguments):
-            if not _is_written(argument.alias_info):
-                continue
-            for name in argument.alias_info.before_set:
-                places[name] = argument.name if argument.kwarg_only else position
+        places = _written_places(schema)
         self.written: list[int | str | None] = []
         for alias in returns:
             names = alias.before_set if _is_written(alias) else ()
@@ -368,6 +363,17 @@ def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
 def _device_of(kwargs: dict[str, Any]) -> str | None:
     device = kwargs.get("device")
     return None if device is None else torch.device(device).type
+
+
+def _written_places(schema: Any) -> dict[str, int | str]:
+    """Return where the written arguments are, by their names in the schema's aliases: a position, or a keyword."""
+    places: dict[str, int | str] = {}
+    for position, argument in enumerate(schema.arguments):
+        if not _is_written(argument.alias_info):
+            continue
+        for name in argument.alias_info.before_set:
+            places[name] = argument.name if argument.kwarg_only else position
+    return places
 
 
 def _is_written(alias: Any) -> bool:

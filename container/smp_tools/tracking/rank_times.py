@@ -104,12 +104,15 @@ class HostValues:
         """Return the values by name, such as ``memory_gib/rank0`` and ``idle_share/rank0``."""
         found: dict[str, float] = {}
         for rank, (pid, read) in sorted(self._ranks().items()):
-            found[f"memory_gib/rank{rank}"] = (read.device_bytes or memory_of(pid)) / 2**30
+            used_bytes = read.device_bytes or memory_of(pid)
+            found[f"memory_gib/rank{rank}"] = used_bytes / 2**30
             before = self._before.get(rank)
-            if before is not None and read.steps > before.steps:
+            # A share of no step has no meaning: the time counts from the last record with fewer steps.
+            if before is not None and read.steps <= before.steps:
+                continue
+            if before is not None:
                 found[f"idle_share/rank{rank}"] = idle_share(time_breakdown.record_between(before, read, rank))
-            if before is None or read.steps > before.steps:
-                self._before[rank] = read
+            self._before[rank] = read
         return found
 
     def _ranks(self) -> dict[int, tuple[int, TimeReading]]:

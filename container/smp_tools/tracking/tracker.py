@@ -123,8 +123,12 @@ class UpdateTracker:
             kind = f"/optimizer{number}" if number else ""
             for place, group in enumerate(optimizer.param_groups):
                 rate = group.get("lr")
-                if rate is not None and not (isinstance(rate, torch.Tensor) and rate.device.type == "cuda"):
-                    found["learning_rate" + kind + (f"/group{place}" if place else "")] = float(rate)
+                # The host would wait for the device to read a rate that is there.
+                is_on_device = isinstance(rate, torch.Tensor) and rate.device.type == "cuda"
+                if rate is None or is_on_device:
+                    continue
+                suffix = f"/group{place}" if place else ""
+                found[f"learning_rate{kind}{suffix}"] = float(rate)
             if optimizer.gradient_norm is not None:
                 found["gradient_norm" + kind] = optimizer.gradient_norm
             if self._session.ranks.cfg.fp16:

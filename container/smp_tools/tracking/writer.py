@@ -101,7 +101,8 @@ class Writer:
         flushed, ends = time.monotonic(), False
         while not ends:
             points, ends = self._arrived(flushed + _FLUSH_SECONDS - time.monotonic())
-            if ends or time.monotonic() - flushed >= _FLUSH_SECONDS:
+            is_due = ends or time.monotonic() - flushed >= _FLUSH_SECONDS
+            if is_due:
                 if points or self._step:
                     points += self._regular_point()
                 self._each(points, flush=True)

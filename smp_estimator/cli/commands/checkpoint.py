@@ -376,7 +376,10 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
 
 def _has_files_of_version_2(path: Path) -> bool:
     """Return whether a folder has sharded checkpoints of version 2 of the library, or of the original's."""
-    return path.is_dir() and any(any(path.rglob(name)) for name in (".metadata", ".local.metadata"))
+    if not path.is_dir():
+        return False
+    patterns = (".metadata", ".local.metadata")
+    return any(any(path.rglob(pattern)) for pattern in patterns)
 
 
 def _choose(
@@ -386,22 +389,31 @@ def _choose(
 
     With ``may_be_broken``, fall back to the newest checkpoint if none is complete.
     """
-    names = ", ".join(c.name for c in found)
     if tag is not None:
-        chosen = next((c for c in found if tag in (c.name, c.name.removesuffix("_partial"))), None)
+        chosen = _with_tag(found, tag)
         if chosen is None:
+            names = ", ".join(c.name for c in found)
             raise ConfigError(f"--tag is {tag}, but {parent} has {names}: use one of these", code="SMP402")
     else:
         chosen = next((c for c in found if c.is_whole), None)
     if may_be_broken:
         return chosen or found[0]
     if chosen is None or not chosen.is_whole:
-        reasons = "; ".join(f"{c.name}: {c.problems[0]}" for c in ([chosen] if chosen else found) if c.problems)
+        broken = found if chosen is None else [chosen]
+        reasons = "; ".join(f"{c.name}: {c.problems[0]}" for c in broken if c.problems)
         whole = ", ".join(c.name for c in found if c.is_whole) or "none"
         raise ConfigError(
             f"there is no whole checkpoint to convert ({reasons}); whole ones in {parent}: {whole}", code="SMP402"
         )
     return chosen
+
+
+def _with_tag(found: list[FoundCheckpoint], tag: str) -> FoundCheckpoint | None:
+    for checkpoint in found:
+        names = (checkpoint.name, checkpoint.name.removesuffix("_partial"))
+        if tag in names:
+            return checkpoint
+    return None
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -417,11 +429,15 @@ def _bytes(manifest: Manifest) -> int:
 
 def _topology(manifest: Manifest) -> str:
     about = manifest.topology
-    degrees = [f"{short} {about[key]}" for key, short in _DEGREES.items() if about.get(key, 1) > 1]
+    details = []
+    for key, short in _DEGREES.items():
+        if about.get(key, 1) > 1:
+            details.append(f"{short} {about[key]}")
     if about.get("shard_optimizer_state"):
-        degrees.append("state sharded")
+        details.append("state sharded")
     ranks = about.get("world_size", "?")
-    return f"{ranks} rank{'' if ranks == 1 else 's'}" + (f": {', '.join(degrees)}" if degrees else "")
+    size = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{size}: {', '.join(details)}" if details else size
 
 
 _DEGREES = {"pipeline": "pp", "tensor": "tp", "sharded": "sharded"}

@@ -69,8 +69,9 @@ def _answer(*command: str) -> tuple[bool, str]:
         return False, f"{command[0]} gave no answer in {TIMEOUT} s"
     except OSError as error:
         return False, f"{command[0]}: {error.strerror or error}"
-    lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
-    return done.returncode == 0, lines[0][:200]
+    output = done.stdout.strip() or done.stderr.strip() or "no output"
+    first_line = output.splitlines()[0]
+    return done.returncode == 0, first_line[:200]
 
 
 def _package(mode: str, name: str, distribution: str, remedy: str) -> Finding:

@@ -88,7 +88,11 @@ def _default(day: date, region: str | None, gpu: str | None) -> str:
     except SDKMissing:
         return "default: the SageMaker SDK is not installed, and registries are known from it"
     row = chosen.image.rows.get("gpu")
-    ended = known.patches_ended(row, day, gpu=gpu) if row is not None else None
-    name = row.name if row is not None else f"PyTorch {chosen.framework_version}"
-    where = "" if chosen.image.of_sdk else ", which the SDK itself does not know"
-    return f"default with SageMaker SDK {installed_version()}: {name}{where}{'; ' + ended if ended else ''}"
+    if row is None:
+        name, ended = f"PyTorch {chosen.framework_version}", None
+    else:
+        name, ended = row.name, known.patches_ended(row, day, gpu=gpu)
+    text = f"default with SageMaker SDK {installed_version()}: {name}"
+    if not chosen.image.of_sdk:
+        text += ", which the SDK itself does not know"
+    return f"{text}; {ended}" if ended else text

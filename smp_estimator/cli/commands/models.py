@@ -31,7 +31,9 @@ def models(family: tuple[str, ...], major: str | None, not_equal: bool) -> None:
             code="SMP108",
         )
     major = major or max(matrix.versions)
-    shown = [each for each in found if major in each.majors and (not not_equal or _differs(each, major))]
+    shown = [each for each in found if major in each.majors]
+    if not_equal:
+        shown = [each for each in shown if _differs(each, major)]
     out = console()
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.get(major, {}).items())
     out.print(_table(shown, major, f"{len(shown)} of {len(matrix.families)} entries, {versions}"))
@@ -39,7 +41,8 @@ def models(family: tuple[str, ...], major: str | None, not_equal: bool) -> None:
         for mode, outcome in each.majors[major].items():
             if outcome.reason:
                 out.print(f"{each.model_type} ({each.kind}), {mode}: {escape(outcome.reason)}")
-    if not family and not not_equal:
+    is_overview = not family and not not_equal
+    if is_overview:
         out.print(_summary(matrix, major))
 
 

@@ -47,7 +47,8 @@ def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
     """Yield the name and value of each ``name=value`` of a repeatable option; raises ConfigError for anything else."""
     for value in values:
         name, sign, text = value.partition("=")
-        if not sign or not name:
+        is_complete = bool(name and sign)
+        if not is_complete:
             raise ConfigError(
                 f"{option} is {value!r}; it has a name and a value: write {option} name=value", code="SMP108"
             )
@@ -233,10 +234,12 @@ def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for name, text in pairs(values, "--env"):
-        if name.startswith("SMP_") and is_foreign(name) and not name.startswith("SMP_LAUNCH_"):
+        is_own = name.startswith("SMP_LAUNCH_") or not name.startswith("SMP_")
+        is_of_launcher = not is_own and is_foreign(name)
+        if is_of_launcher:
+            remedy = ", and give --checkpoints DIR" if name == _CHECKPOINTS_VARIABLE else ""
             raise ConfigError(
-                f"--env {name} is {text!r}, and the launcher sets {name} in every rank itself: leave it out"
-                + (", and give --checkpoints DIR" if name == _CHECKPOINTS_VARIABLE else ""),
+                f"--env {name} is {text!r}, and the launcher sets {name} in every rank itself: leave it out{remedy}",
                 code="SMP108",
             )
         yield name, text
@@ -247,9 +250,9 @@ def _tell_of_shell(*, has_checkpoints: bool) -> None:
     left_out = [name for name in sorted(os.environ) if name.startswith("SMP_") and is_foreign(name)]
     if has_checkpoints and _CHECKPOINTS_VARIABLE in left_out:
         left_out.remove(_CHECKPOINTS_VARIABLE)
-    if left_out:
-        folder = "; --checkpoints DIR names the folder" if _CHECKPOINTS_VARIABLE in left_out else ""
-        click.echo(
-            f"not taken from this shell, since the launcher sets {'them' if len(left_out) > 1 else 'it'}: "
-            f"{', '.join(left_out)}{folder}"
-        )
+    if not left_out:
+        return
+    folder = "; --checkpoints DIR names the folder" if _CHECKPOINTS_VARIABLE in left_out else ""
+    them = "them" if len(left_out) > 1 else "it"
+    names = ", ".join(left_out)
+    click.echo(f"not taken from this shell, since the launcher sets {them}: {names}{folder}")

@@ -68,11 +68,13 @@ def top(job: str, once: bool, as_json: bool, seconds: float, log: IO[str] | None
 
 def _views(job: str, seconds: float, log: IO[str] | None, cloud: bool) -> tuple[str, Views]:
     if log is not None:
-        return job or str(getattr(log, "name", "the log")), _of_lines(log)
+        name = job or str(getattr(log, "name", "the log"))
+        return name, _of_lines(log)
     if cloud:
         return job, _of_cloud(job, seconds)
     found = find_running_job(job)
-    return found.name or "a job without a name", _of_machine(found, seconds)
+    name = found.name or "a job without a name"
+    return name, _of_machine(found, seconds)
 
 
 def _of_machine(job: RunningJob, seconds: float) -> Views:

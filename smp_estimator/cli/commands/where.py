@@ -24,9 +24,11 @@ def where(job: str, stacks: bool) -> None:
     out.print(f"job {found.name or 'without a name'}: {len(positions)} ranks", markup=False, highlight=False)
     for position in positions.values():
         out.print(describe(position), markup=False, highlight=False, soft_wrap=True)
-        for thread in position.threads if stacks else ():
+        threads = position.threads if stacks else ()
+        for thread in threads:
             main = " (main)" if thread.ident == position.where.main_thread else ""
-            lines = [f"  thread {thread.ident:#x}{main}", *(f"    {frame}" for frame in thread.frames)]
+            lines = [f"  thread {thread.ident:#x}{main}"]
+            lines += [f"    {frame}" for frame in thread.frames]
             out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if verdict is not None:
         whose = "" if verdict.rank is None else f"rank {verdict.rank} "

@@ -112,7 +112,8 @@ def _checked(archive: tarfile.TarFile, where: str, most: int) -> list[tarfile.Ta
 
 
 def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> str | None:
-    if why := strict_json.why_unusable(member.name) or strict_json.why_unusable(member.linkname):
+    why = strict_json.why_unusable(member.name) or strict_json.why_unusable(member.linkname)
+    if why:
         return f"whose name {why}"
     if posixpath.isabs(member.name) or name.split("/")[0] == "..":
         return "which lies outside"
@@ -123,7 +124,8 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
     if name in kinds and not member.isdir():
         return "a second time"
     parents = name.split("/")[:-1]
-    if any(kinds.get("/".join(parents[:count])) for count in range(1, len(parents) + 1)):
+    folders = ["/".join(parents[:count]) for count in range(1, len(parents) + 1)]
+    if any(kinds.get(folder) for folder in folders):
         return "which lies behind a link"
     if member.issym() and _leads_out(member.linkname, len(parents)):
         return f"a link to {show_value(member.linkname)}, which lies outside"
@@ -134,9 +136,14 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
 
 def _leads_out(target: str, depth: int) -> bool:
     """Return whether a symbolic link ``depth`` folders deep may lead outside; ``..`` is allowed only at its beginning."""
+    if target.startswith("/"):
+        return True
     steps = [step for step in target.split("/") if step not in ("", ".")]
-    up = next((at for at, step in enumerate(steps) if step != ".."), len(steps))
-    return target.startswith("/") or up > depth or ".." in steps[up:]
+    up = 0
+    while up < len(steps) and steps[up] == "..":
+        up += 1
+    # ".." behind a folder's name leads up from wherever that name leads, which may be a link.
+    return up > depth or ".." in steps[up:]
 
 
 class _InBounds:
@@ -159,6 +166,7 @@ class _InBounds:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
+        # A link goes, and the folder that it leads to stays.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

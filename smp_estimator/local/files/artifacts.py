@@ -36,15 +36,21 @@ def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
         for name, path in _walk(directory):
             if name not in merged:
                 merged[name], origins[name] = path, directory
-            elif path.is_file() and not (merged[name].is_file() and filecmp.cmp(path, merged[name], shallow=False)):
+            elif path.is_file() and not _is_copy(path, merged[name]):
                 logger.warning("two hosts wrote different %s; the one of %s is kept", name, origins[name])
     return merged
+
+
+def _is_copy(path: Path, other: Path) -> bool:
+    # Not shallow: hosts that write at the same time leave files of equal size and date.
+    return other.is_file() and filecmp.cmp(path, other, shallow=False)
 
 
 def pack(directories: Sequence[Path], name: str, destination: str) -> str:
     """Pack directories, merged by :func:`merged_files`, into a local archive ``name``; return its path."""
     folder = Path(destination)
     folder.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a file is renamed only within its file system.
     handle, partial = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
     try:
         with os.fdopen(handle, "wb") as raw:
@@ -52,7 +58,9 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
                 for relative, path in sorted(merged_files(directories).items()):
                     _add(archive, path, relative)
             raw.flush()
+            # On the disk before it has its name: a machine that crashes leaves a whole archive or none.
             os.fsync(raw.fileno())
+        # Temporary files are for their owner alone.
         os.chmod(partial, 0o644)
         os.replace(partial, folder / name)
     except BaseException as error:
@@ -102,7 +110,8 @@ def artifact_address(destination: str, name: str, job_name: str, *, compressed: 
     last = f"{name}.tar.gz" if compressed else f"{name}/"
     if is_s3_uri(destination):
         bucket, key = bucket_and_key(destination)
-        return "s3://" + "/".join(part for part in (bucket, key, job_name, last) if part)
+        parts = (bucket, key, job_name, last)
+        return "s3://" + "/".join(part for part in parts if part)
     return f"file://{path_of(destination)}/{last}"
 
 
@@ -121,10 +130,12 @@ def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(directory):
         here = Path(folder)
         for name in files:
-            yield str((here / name).relative_to(directory)), here / name
+            path = here / name
+            yield str(path.relative_to(directory)), path
         for name in folders:
             path = here / name
-            if path.is_symlink() or not any(path.iterdir()):
+            is_whole_entry = path.is_symlink() or not any(path.iterdir())
+            if is_whole_entry:
                 yield str(path.relative_to(directory)), path
 
 

@@ -43,10 +43,12 @@ class Channel:
         if source.is_dir() and not is_sharded:
             target.symlink_to(source, target_is_directory=True)
             return
-        files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+        files = _files_of(source)
+        if is_sharded:
+            files = files[host::hosts]
         target.mkdir()
-        for path in files[host::hosts] if is_sharded else files:
-            link = target / (path.relative_to(source) if path != source else path.name)
+        for path in files:
+            link = target / (path.name if path == source else path.relative_to(source))
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(path)
 
@@ -59,6 +61,13 @@ class Channel:
         return copy
 
 
+def _files_of(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    # In one order on all hosts, which take every n-th file of it.
+    return sorted(path for path in source.rglob("*") if path.is_file())
+
+
 def read_channels(input_config: Sequence[Mapping[str, Any]] | None, input_mode: str | None = None) -> list[Channel]:
     """Read and check the ``InputDataConfig`` of a job request.
 
@@ -68,9 +77,10 @@ def read_channels(input_config: Sequence[Mapping[str, Any]] | None, input_mode: 
     Raises:
         ConfigError: a missing directory, an address or a setting that a job on this machine cannot act on.
     """
-    if input_mode == "Pipe" and not input_config:
+    entries = input_config or ()
+    if input_mode == "Pipe" and not entries:
         _refuse_pipe("input_mode is 'Pipe'")
-    return [_channel(entry, input_mode) for entry in input_config or ()]
+    return [_channel(entry, input_mode) for entry in entries]
 
 
 def _refuse_pipe(what: str) -> None:

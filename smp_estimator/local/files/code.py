@@ -77,7 +77,8 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
     left = (*_NEVER_SHIPPED, *ignored)
 
     def stays(path: Path) -> bool:
-        return any(fnmatch.fnmatch(path.name, pattern) for pattern in left) or os.path.realpath(path) in skipped
+        is_left = any(fnmatch.fnmatch(path.name, pattern) for pattern in left)
+        return is_left or os.path.realpath(path) in skipped
 
     try:
         copy_folder(source, target, stays)

@@ -37,7 +37,9 @@ def written_on_the_machine(since: float, base: Path = Path(DEFAULT_BASE)) -> dic
     for name, variable in _FOLDERS.items():
         folder = base / name
         with contextlib.suppress(OSError):
-            if any(path.stat().st_mtime >= since for path in (folder, *folder.iterdir())):
+            paths = (folder, *folder.iterdir())
+            is_written = any(path.stat().st_mtime >= since for path in paths)
+            if is_written:
                 found[folder] = variable
     return found
 
@@ -203,5 +205,8 @@ def _is_odd(path: Path, around: set[str]) -> bool:
 def _around(directory: Path, top: Path) -> set[str]:
     """Return every folder around ``directory``, both along the path from ``top`` and along its resolved links."""
     way = [directory, *(parent for parent in directory.parents if parent.is_relative_to(top))]
-    real = {Path(os.path.realpath(folder)) for folder in way}
-    return {str(folder) for one in real for folder in (one, *one.parents)}
+    around: set[str] = set()
+    for folder in way:
+        real = Path(os.path.realpath(folder))
+        around.update(map(str, (real, *real.parents)))
+    return around

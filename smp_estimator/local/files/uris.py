@@ -34,14 +34,19 @@ def path_of(uri: str) -> Path:
     """
     written = uri.removeprefix("file://")
     path = Path(written).expanduser().absolute()
-    if path.exists() or "%" not in written or re.search(r"%(?![0-9A-Fa-f]{2})", written):
+    if path.exists() or not _is_encoded(written):
         return path
     try:
         decoded = Path(unquote(written, errors="strict")).expanduser().absolute()
     except UnicodeDecodeError:
         return path
-    literally = any("%" in folder.name and folder.exists() for folder in path.parents)
-    return path if literally and not decoded.exists() else decoded
+    has_literal_folder = any("%" in folder.name and folder.exists() for folder in path.parents)
+    return path if has_literal_folder and not decoded.exists() else decoded
+
+
+def _is_encoded(written: str) -> bool:
+    has_other_percent = re.search(r"%(?![0-9A-Fa-f]{2})", written) is not None
+    return "%" in written and not has_other_percent
 
 
 def address_of(path: str | os.PathLike[str]) -> str:

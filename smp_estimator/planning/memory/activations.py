@@ -49,12 +49,15 @@ def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = T
     tokens, b = cost.tokens(shape), cost.element_bytes
     whole = 4 * shape.hidden * b
     if dropout:
+        # Two masks of one byte: behind the attention, and behind the MLP.
         whole += 2 * shape.hidden
     of_mlp = 4 if shape.gated else 2
     divided = (4 * shape.hidden + of_mlp * shape.width) * b
     if fused_attention:
+        # One fp32 number per token and head, from which backward computes the map again.
         divided += 4 * shape.heads
     else:
+        # With dropout: the map before it, the map after it, and a mask of one byte.
         of_map = 2 * b + 1 if dropout else b
         divided += shape.heads * shape.sequence * of_map
     parts = cost.tensor if cost.sliced else 1
@@ -95,7 +98,8 @@ def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False,
     tokens, b, t = cost.tokens(shape), cost.element_bytes, cost.tensor if distributed else 1
     each = 4 if fp32_loss else b
     in_loss = tokens * (b + 3 * each) / t
-    in_matrix = tokens * ((b + each) / t + (b if t > 1 else 0)) + shape.hidden * b / t
+    gathered = b if t > 1 else 0
+    in_matrix = tokens * ((b + each) / t + gathered) + shape.hidden * b / t
     return round(shape.vocabulary * max(in_loss, in_matrix) + 2 * tokens * shape.hidden * b)
 
 

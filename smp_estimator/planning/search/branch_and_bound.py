@@ -238,6 +238,7 @@ class Search:
         for bound, name, other in self._bounded_neighbours(at, region):
             best = min((one.worth for one in found.values()), default=before.worth)
             is_too_slow = bound > best and best < math.inf
+            # Bounds come in ascending order, so no later change can be better.
             if bound == math.inf or is_too_slow or self._is_over():
                 break
             judged = self.judge(other, region)

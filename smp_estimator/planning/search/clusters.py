@@ -114,12 +114,17 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
         cluster = smallest_cluster(ask, name, _TRIES) if count is None else cluster_of(ask, name, count)
         if cluster is not None:
             found.append(cluster)
+    return _distinct(found)[:SHOWN]
+
+
+def _distinct(found: list[Cluster]) -> tuple[Cluster, ...]:
+    """Return clusters, the smallest first; of those that differ only in their network, the first."""
     distinct: dict[tuple[object, ...], Cluster] = {}
-    for cluster in sorted(found, key=lambda each: each.size):  # those that differ in their network alone are one
+    for cluster in sorted(found, key=lambda each: each.size):
         known = cluster.plan.instance
         gpu = known.gpu if known else ""
         distinct.setdefault((gpu, cluster.memory_bytes, cluster.instance_count), cluster)
-    return tuple(distinct.values())[:SHOWN]
+    return tuple(distinct.values())
 
 
 def _least_counts(ask: Ask) -> Iterator[tuple[int, str]]:

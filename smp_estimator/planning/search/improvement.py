@@ -115,7 +115,8 @@ def change_words(name: str, before: Configuration, after: Configuration) -> str:
         stops_offloading = (before.memory, after.memory) == ("offloaded", "again")
         return "no offload_activations" if stops_offloading else _MEMORIES[after.memory or "kept"]
     change = f"{_WORDS[name]} {getattr(before, name)} → {getattr(after, name)}"
-    if name in ("pipeline", "tensor") and after.microbatches != before.microbatches:
+    has_other_microbatches = after.microbatches != before.microbatches
+    if name in ("pipeline", "tensor") and has_other_microbatches:
         # Both divide the batch, so that their change may need other microbatches.
         change += f" (microbatches {before.microbatches} → {after.microbatches})"
     return change

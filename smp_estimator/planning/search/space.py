@@ -311,12 +311,14 @@ class Space:
 
     def _actives(self, at: Configuration) -> Iterator[int]:
         """Yield the default, enough to fill the pipeline and half of that, twice as many, and all."""
-        stages, most = at.pipeline or 1, at.microbatches or 1
+        stages = at.pipeline or 1
+        most = at.microbatches or 1
         if stages == 1:
             yield 1
             return
         wanted = (default_active(stages), stages // 2, stages, 2 * stages, most)
-        yield from dict.fromkeys(min(most, max(1, each)) for each in wanted)
+        possible = [min(most, max(1, each)) for each in wanted]
+        yield from dict.fromkeys(possible)
 
     def _placements(self, at: Configuration) -> Iterator[str]:
         """Yield placements that distribute the groups over hosts in different ways; on one host all are alike."""
@@ -326,6 +328,7 @@ class Space:
         sizes = {"P": at.pipeline or 1, "T": at.tensor or 1, "D": self.replicas(at)}
         seen: set[str] = set()
         for letters in _PLACEMENTS:
+            # Groups of one rank have no place: placements that differ only in them are one layout.
             layout = "".join(letter for letter in letters if sizes[letter] > 1)
             if layout not in seen:
                 seen.add(layout)

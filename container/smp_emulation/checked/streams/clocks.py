@@ -72,10 +72,13 @@ class History:
         for former in self._accesses:
             overlaps = former.start < access.stop and access.start < former.stop
             is_ordered = former.actor == access.actor or knows.knows(former.actor, former.time)
-            if overlaps and not is_ordered and (former.writes or access.writes):
+            one_writes = former.writes or access.writes
+            if one_writes and overlaps and not is_ordered:
                 raise StreamFault(_race(former, access, memory))
-            covered = access.start <= former.start and former.stop <= access.stop
-            if not (covered and is_ordered and (access.writes or not former.writes)):
+            # Whatever must come behind the former access must come behind this one too: one of them is enough.
+            is_covered = access.start <= former.start and former.stop <= access.stop
+            is_as_strict = access.writes or not former.writes
+            if not (is_covered and is_ordered and is_as_strict):
                 kept.append(former)
         kept.append(access)
         self._accesses = kept
@@ -92,6 +95,7 @@ class History:
 
     def forget(self, start: int, stop: int, knows: VectorClock) -> Access | None:
         """Remove the accesses to a range of bytes; return one that may not have happened yet at a point, or None."""
+        # Whatever gets these bytes next has no order with their former use.
         within = [access for access in self._accesses if access.start < stop and start < access.stop]
         self._accesses = [access for access in self._accesses if access not in within]
         return next((access for access in within if not knows.knows(access.actor, access.time)), None)

@@ -106,6 +106,7 @@ class Devices:
         """
         with self.lock:
             self.host[HOST] += 1
+            # Work comes after all that the host has done, or waited for, before it was queued.
             lane.clock.join(self.host)
             time = lane.clock.get(lane.actor, 0) + 1
             lane.clock[lane.actor] = time
@@ -148,7 +149,9 @@ class Devices:
             lanes = list(lanes)
             items = [lane.last for lane in lanes]
             self.waits[kind, find_site()] += 1
+            # Copies: of work that other threads queue meanwhile, the host knows nothing afterwards.
             reached = [VectorClock(lane.clock) for lane in lanes]
+        # Without the lock, which other threads need to queue what this work may wait for.
         self.executor.finish(items)
         with self.lock:
             for clock in reached:

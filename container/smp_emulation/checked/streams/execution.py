@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -102,12 +102,15 @@ class Executor:
     def queue(self, lane: Lane, item: QueuedWork) -> QueuedWork:
         """Append work to the queue of a stream."""
         with self.changed:
-            item.previous = lane.last if lane.last is not None and not lane.last.done else None
+            last = lane.last
+            is_behind = last is not None and not last.done
+            item.previous = last if is_behind else None
             lane.queue.append(item)
             lane.last = item
             if item.begin is not None:
                 self._outside.append(item)
-            if item.begin is not None or self._outside:
+            # Other ranks may wait for such work, so the thread goes on without a host that waits here.
+            if self._outside:
                 self.changed.notify_all()
         return item
 
@@ -123,7 +126,8 @@ class Executor:
             self._targets += wanted
             self.changed.notify_all()
             while not all(item.done for item in wanted) and self._error is None:
-                if not self.changed.wait(1.0) and time.monotonic() > deadline:
+                has_changed = self.changed.wait(1.0)
+                if not has_changed and time.monotonic() > deadline:
                     raise CudaCallError(self._stuck())
             self._raise()
 
@@ -149,16 +153,19 @@ class Executor:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        # Autograd has recorded the operations when they were queued.
         torch.set_grad_enabled(False)
         with self.changed:
             while not self._ends:
                 self._targets = [item for item in self._targets if not item.done]
                 while self._outside and self._outside[0].begun:
                     self._outside.popleft()
+                # No host waits for it here, so it may run at any time, as on a GPU.
                 if not self._targets and self._outside:
                     self.changed.wait(self._random.random() * _DELAY)
-                if self._targets or self._outside:
-                    self._work([*self._targets, *([] if self._targets else list(self._outside)[:1])])
+                targets = self._targets or list(self._outside)[:1]
+                if targets:
+                    self._work(list(targets))
                 else:
                     self.changed.wait()
 
@@ -166,15 +173,22 @@ class Executor:
         """Run what the targets need, and perhaps more, until they have begun or nothing may run; the lock is held."""
         needed = None if self._random.random() < 0.3 else _before(targets)
         while not self._ends and self._error is None and not all(item.begun for item in targets):
-            heads = [lane for lane in self._lanes if lane.queue and lane.queue[0].is_ready]
-            if needed is not None:
-                heads = [lane for lane in heads if id(lane.queue[0]) in needed]
-            if not heads:
+            lanes = self._ready_lanes(needed)
+            if not lanes:
                 break
-            self._step(self._random.choice(heads))
+            self._step(self._random.choice(lanes))
         self.changed.notify_all()
-        if self._error is not None or not all(item.done for item in targets):
+        is_done = self._error is None and all(item.done for item in targets)
+        # Collectives end on other threads, which notify.
+        if not is_done:
             self.changed.wait(0.5)
+
+    def _ready_lanes(self, needed: Collection[int] | None) -> list[Lane]:
+        """Return the streams whose first work may run; ``needed`` are the ids of work that counts, None for all."""
+        ready = [lane for lane in self._lanes if lane.queue and lane.queue[0].is_ready]
+        if needed is None:
+            return ready
+        return [lane for lane in ready if id(lane.queue[0]) in needed]
 
     def _step(self, lane: Lane) -> None:
         item = lane.queue[0]

@@ -97,6 +97,7 @@ class StreamFuture(_Future[T]):
         made: StreamFuture[Any] = StreamFuture(devices=self._on)
 
         def run(_: Any) -> None:
+            # On streams of its own, as in PyTorch: behind the results, and not behind other work of the current streams.
             lanes = {number: self.devices.new_lane(number) for number in self._on}
             before = dict(self.devices.thread.current)
             for point in self._points:

@@ -125,6 +125,7 @@ class Memory:
         key = storage._cdata
 
         def died(_: object, places: dict[int, StoragePlace] = self._places) -> None:
+            # The key is an address, which may belong to a new storage by now.
             if places.get(key) is place:
                 del places[key]
             self._release(place, find_site())
@@ -137,6 +138,7 @@ class Memory:
         if block is not None and place.device is not None:
             if block.chunk is not None:
                 self._model.allocator(place.device).release(block.chunk, is_pending=bool(block.users))
+            # Only noted: a storage dies at any moment, also inside :meth:`allocate`.
             self._dead.append((block, line))
 
     def resize(self, place: StoragePlace, size: int, lane: Lane) -> None:

@@ -99,6 +99,7 @@ class EmulatedEvent:
         stream = stream or current_stream(self.devices)
         with self.devices.lock:
             stream.lane.clock.join(self.devices.host)
+            # A copy: the stream goes on, and the event stays at this point.
             self._clock = VectorClock(stream.lane.clock)
             run = self._note_time if self._timed else None
             self._item = self.devices.queue(stream.lane, run, "Event.record")

@@ -150,6 +150,7 @@ class Messenger:
     def _news_for(self, stage: int) -> Stamped | None:
         """Return the pending news for a stage, or None if it waits for none any more; runs on a sender's thread."""
         with self._lock:
+            # Another message may have taken the news along since this one was wanted.
             return self.stamp(stage, None) if stage in self.untold else None
 
     # -- the step --------------------------------------------------------------------------------------------------

@@ -389,6 +389,7 @@ class ModuleServer:
         for index, (slot, tensor) in enumerate(zip(made.slots, made.tensors, strict=True)):
             if slot is None or not made.made_here[index]:
                 continue
+            # Other stages get the elements alone: graphs do not leave a process, and gradients are messages of their own.
             value = tensor.detach()
             self._context.values.put(slot.name, value, made_by=task)
             if index in task.home:

@@ -77,6 +77,7 @@ class ValueStore:
             stages = self._wanted.pop(name, ())
             self._scheduler.arrived(name)
             self._scheduler.poke()
+        # Without the lock: sending tensors may wait for another stage, and the receivers here need the lock meanwhile.
         for stage in stages:
             self._send(stage, ValueMessage((name,)), [tensor])
 

@@ -157,6 +157,7 @@ class CostModel:
             if node.is_container:
                 continue
             inside = tuple(inner.path for inner in node.walk() if not inner.is_container)
+            # The first is the module itself.
             if len(inside) > 1:
                 yield Charge(node.path, inside[1:], round_trip)
 

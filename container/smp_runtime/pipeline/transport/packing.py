@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.context.travel import take_apart
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.remote_tensor import RemoteTensor
@@ -104,7 +106,7 @@ def unpack(head: bytes, tensors: Sequence[Any], *, module_of: Callable[[str], nn
 
 
 # How an object is treated, by its type. Plain ones cannot change, so equal ones may stand for each other.
-_PLAIN, _TENSOR, _MODULE, _DEVICE, _FROZEN_SET, _SET, _MUTABLE = range(7)
+_PLAIN, _TENSOR, _MODULE, _DEVICE, _FROZEN_SET, _SET, _MUTABLE, _SEQUENCE = range(8)
 
 _PLAIN_TYPES = (
     type(None), bool, int, float, complex, str, bytes, tuple, range, slice, type(...), type(NotImplemented),
@@ -116,7 +118,9 @@ _treatments: dict[type, int] = {frozenset: _FROZEN_SET, set: _SET, torch.device:
 
 
 def _treatment(type_: type) -> int:
-    if issubclass(type_, torch.Tensor):
+    if issubclass(type_, ShardedSequence):
+        result = _SEQUENCE
+    elif issubclass(type_, torch.Tensor):
         result = _TENSOR
     elif issubclass(type_, nn.Module):
         result = _MODULE
@@ -173,9 +177,15 @@ class _Pickler(pickle.Pickler):
             return "module", self._modules[id(obj)]
         if kind == _DEVICE:
             return None if obj.index is None or obj.type == "cpu" else ("device", obj.type)
+        if kind == _SEQUENCE:  # its slice is a tensor of its own
+            return None
         if kind == _FROZEN_SET:
             return "frozenset", tuple(sorted(obj, key=_sort_key))
         return self._changeable(obj, kind)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return what stands for an object in the pickle, in place of what it says itself."""
+        return take_apart(obj) if isinstance(obj, ShardedSequence) else NotImplemented
 
     def _changeable(self, obj: Any, kind: int) -> Any:
         """Record that the tree has something that a callee could change, and return its replacement or None."""
@@ -226,7 +236,7 @@ def _common(tree: Any) -> Packed | None:
     if type(tree) is not tuple or len(tree) != 2:
         return None
     first, second = tree
-    if second is None and isinstance(first, torch.Tensor):
+    if second is None and _is_whole(first):
         return Packed(_heads[0], [first], False)
     # Exact types: a subclass may hold more than its elements, which pickling keeps.
     is_positional_call = type(first) is tuple and type(second) is dict and not second
@@ -239,10 +249,14 @@ def _common(tree: Any) -> Packed | None:
 
 
 def _are_distinct_tensors(values: Sequence[Any]) -> bool:
-    if not all(isinstance(each, torch.Tensor) for each in values):
+    if not all(_is_whole(each) for each in values):
         return False
     identities = {id(each) for each in values}
     return len(identities) == len(values)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, ShardedSequence)
 
 
 def _is_call(tree: Any) -> bool:
@@ -311,6 +325,7 @@ def _slots(type_: type) -> list[str]:
     names = []
     for base in type_.__mro__:
         slots = base.__dict__.get("__slots__", ())
+        # A class may give its only slot as plain text.
         if isinstance(slots, str):
             slots = (slots,)
         names += [_mangled(base, slot) for slot in slots]
@@ -431,6 +446,7 @@ class _Restorer:
         merged = {}
         for key, value in new.items():
             merged[key] = self.merge(old[key], value) if key in old else value
+        # The callee's class left these out of its pickle; the callee did not delete them.
         if keep:
             kept = {key: value for key, value in old.items() if key not in merged}
             merged = {**kept, **merged}

@@ -195,6 +195,7 @@ class InlineChannel(TensorChannel):
         """See :class:`TensorChannel`."""
         if not self._staged:
             return tensor
+        # Pinned: a copy to other memory would block here, for each tensor, where :meth:`settle` waits once for all.
         host = torch.empty_like(tensor.detach(), device=_CPU, pin_memory=True)
         return host.copy_(tensor.detach(), non_blocking=True)
 
@@ -344,6 +345,7 @@ class CollectiveChannel(TensorChannel):
             if not self._is_over(work, deadline):
                 raise DeadlineError(f"rank {self._peer} did not take all tensors in time; check that it still runs")
             with self._lock:
+                # Another thread may have pruned it meanwhile.
                 is_still_first = bool(self._leaving) and self._leaving[0][0] is work
                 if is_still_first:
                     self._leaving.popleft()

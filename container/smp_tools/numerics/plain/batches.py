@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,7 @@ def join(parts: Sequence[Any]) -> Any:
     if isinstance(first, torch.Tensor) and first.dim():
         return _joined_tensors(parts)
     if isinstance(first, Mapping):
+        # Of the same class: a script may use methods of its batches.
         made: Any = copy.copy(first)
         for key in first:
             made[key] = join([part[key] for part in parts])
@@ -217,7 +219,7 @@ def join(parts: Sequence[Any]) -> Any:
 def _joined_sequences(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, list):
-        entries = [entry for part in parts for entry in part]
+        entries = list(itertools.chain.from_iterable(parts))
         # A list of tensors is a tuple of columns; a list of anything else has one entry for each sample.
         is_columns = all(isinstance(entry, torch.Tensor | Mapping | list | tuple) for entry in entries)
         if not is_columns:
