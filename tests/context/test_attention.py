@@ -16,7 +16,7 @@ from support import matrix
 from support.matrix import sampled
 
 from smp_runtime.comm.collectives import TorchCollectives
-from smp_runtime.context.attention import METHODS, attend, balance_documents, plan, visibility, zigzag_indices
+from smp_runtime.context.attention import METHODS, attend, balance_documents, fused, plan, visibility, zigzag_indices
 from smp_runtime.context.attention.scores import Dropout
 from smp_runtime.context.attention.traffic import counters_of
 
@@ -457,6 +457,24 @@ def test_ways_of_calling(ranks):
     for results in ranks(_ways_of_calling, 2):
         for name, difference in results.items():
             assert difference <= 1e-6, name
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3], ids=["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_of_gpus_take_these_arguments(kind, masked):
+    if kind == 1 and masked:
+        pytest.skip("flash takes no masks")
+    with torch.device("meta"):  # shapes only, by the same operators
+        q = torch.empty(2, 8, 50, 20, dtype=torch.bfloat16)
+        k = torch.empty(2, 4, 70, 20, dtype=torch.bfloat16)
+        tile = torch.empty(2, 1, 50, 70, dtype=torch.bool) if masked else None
+        bias, hidden = fused.as_bias(tile, q)
+        assert hidden is None or hidden.shape == (2, 1, 50, 1)
+        operator = fused.Operator(kind, causal=False, scale=0.3)
+        out, logsumexp = fused.forward(operator, q, k, k, bias)
+        assert (out.shape, logsumexp.shape, logsumexp.dtype) == (q.shape, (2, 8, 50), torch.float32)
+        gradients = fused.backward(operator, out, (q, k, k), bias, out, logsumexp.contiguous())
+        assert [each.shape for each in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_arguments_that_do_not_fit():

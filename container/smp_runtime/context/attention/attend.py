@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.context.attention import costs
 from smp_runtime.context.attention.blockwise import Ring, attend_blockwise
+from smp_runtime.context.attention.bounds import bounds_of
 from smp_runtime.context.attention.heads import Neighbors, Rows, to_heads, to_rows
 from smp_runtime.context.attention.plan import plan_for
 from smp_runtime.context.attention.positions import Positions, keep, positions_of
@@ -18,6 +20,7 @@ from smp_runtime.context.attention.visibility import GivenMask, Visibility, by_m
 if TYPE_CHECKING:
     import torch
 
+    from smp_runtime.context.attention.bounds import Bounds
     from smp_runtime.context.attention.traffic import AttentionGroup
 
 METHODS = ("auto", "ring", "all_gather", "all_to_all")
@@ -33,11 +36,14 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
     group: AttentionGroup,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    key_range: tuple[torch.Tensor, torch.Tensor] | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_seed: int | None = None,
     method: str = "auto",
     grouped: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this rank's rows of ``scaled_dot_product_attention`` over the whole sequence; every rank of the group calls it.
 
@@ -49,10 +55,15 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
             this rank, keys of all ranks in order of position]``. Pass the same tensor for layers with the same mask: what it
             hides is exchanged once.
         causal: a query attends to keys at positions up to its own only.
+        key_range: for each query of the whole sequence, by position, the first and the last key that it attends to: int64 on
+            the CPU, the same on all ranks. Windows, chunks and packed documents need no mask with it. Pass the same tensors
+            again for the same ranges.
         dropout: probability.
         dropout_seed: required with dropout; the same on all ranks. Elements drop by seed and position, whatever the degree.
         method: one of :data:`METHODS`.
         grouped: several query heads share a key head (``enable_gqa``).
+        softcap: caps the scores to ``softcap · tanh(score / softcap)``.
+        sinks: for each head the score of a further key, whose value is 0. Its gradient on a rank is that of the rank's rows.
 
     Raises:
         AssertionError: the arguments do not fit each other.
@@ -66,9 +77,11 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
         queries,
         keys,
         mask=None if mask is None else GivenMask(_four_dims(mask, queries.counts[group.rank], keys.length), mask),
-        causal=causal,
+        bounds=bounds_of(key_range, queries.length, causal=causal),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         dropout=Dropout(dropout, dropout_seed or 0, 0, q.shape[1]) if dropout > 0 else None,
+        softcap=softcap,
+        sinks=sinks,
     )
     return whole.run(inputs[0], inputs[1], inputs[2], method)
 
@@ -81,9 +94,11 @@ class _Call:
     queries: Positions
     keys: Positions
     mask: GivenMask | None
-    causal: bool
+    bounds: Bounds | None
     scale: float
     dropout: Dropout | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str) -> torch.Tensor:
         """Return this rank's rows."""
@@ -94,12 +109,12 @@ class _Call:
         if method == "all_to_all" and neighbors > 1:
             return self._with_heads_exchanged(q, k, v, neighbors)
         ranks = list(range(self.group.size))
-        return self._blockwise(q, k, v, self.group.rank, ranks, visibility, at_once=method == "all_gather")
+        return self.over_members(q, k, v, self.group.rank, ranks, visibility, at_once=method == "all_gather")
 
     def _visibility(self) -> Visibility | None:
         if self.mask is None:
             return None
-        return by_mask(self.mask, self.queries, self.keys, self.group.rank, self.group, causal=self.causal)
+        return by_mask(self.mask, self.queries, self.keys, self.group.rank, self.group, bounds=self.bounds)
 
     def _cheapest(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, neighbors: int, visibility: Visibility | None
@@ -114,10 +129,10 @@ class _Call:
         )
         shape = costs.AttentionShape(*sizes, *of_mask)
         kept = self.queries.plans if visibility is None else visibility.plans
-        key = (self.keys, self.causal, shape, neighbors)
+        key = (self.keys, self.bounds, shape, neighbors)
         if key not in kept:
             needed = None if visibility is None else visibility.needed
-            keep(kept, key, costs.cheapest(shape, self.queries, self.keys, needed, neighbors, causal=self.causal))
+            keep(kept, key, costs.cheapest(shape, self.queries, self.keys, needed, neighbors, bounds=self.bounds))
         return str(kept[key])
 
     def _with_heads_exchanged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int) -> torch.Tensor:
@@ -135,12 +150,20 @@ class _Call:
         dropout = self.dropout and Dropout(
             self.dropout.probability, self.dropout.seed, neighbors.place * q.shape[1], heads
         )
-        inner = _Call(group, queries, keys, self._mask_of(neighbors, query_rows), self.causal, self.scale, dropout)
+        own = slice(neighbors.place * q.shape[1], (neighbors.place + 1) * q.shape[1])
+        inner = dataclasses.replace(
+            self,
+            queries=queries,
+            keys=keys,
+            mask=self._mask_of(neighbors, query_rows),
+            dropout=dropout,
+            sinks=None if self.sinks is None else self.sinks[own],
+        )
         ranks = list(range(neighbors.place, group.size, count))
         visibility = None
         if inner.mask is not None:
-            visibility = by_mask(inner.mask, queries, keys, member, group, causal=self.causal)
-        out = inner._blockwise(q, k, v, member, ranks, visibility, at_once=False)
+            visibility = by_mask(inner.mask, queries, keys, member, group, bounds=self.bounds)
+        out = inner.over_members(q, k, v, member, ranks, visibility, at_once=False)
         return to_rows(neighbors, query_rows, heads, out)
 
     def _mask_of(self, neighbors: Neighbors, rows: Rows) -> GivenMask | None:
@@ -162,7 +185,7 @@ class _Call:
         )
         return GivenMask(exchanged, given, label)
 
-    def _blockwise(
+    def over_members(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -173,13 +196,19 @@ class _Call:
         *,
         at_once: bool,
     ) -> torch.Tensor:
-        plan = plan_for(self.queries, self.keys, member, visibility, causal=self.causal, at_once=at_once)
+        """Return the rows of a member, which is this rank, or this rank's heads of its group.
+
+        Args:
+            ranks: for each member the rank that has these heads.
+            visibility: by the mask; None without one.
+        """
+        plan = plan_for(self.queries, self.keys, member, visibility, bounds=self.bounds, at_once=at_once)
         mask = None if self.mask is None else self.mask.tensor
         is_exact = visibility is not None and visibility.is_exact
         scoring = Scoring(
-            self.queries, self.keys, member, self.scale, self.causal, mask, self.dropout, is_exact=is_exact
+            self.queries, self.keys, member, self.scale, self.bounds, mask, self.dropout, self.softcap, is_exact
         )
-        return attend_blockwise(q, k, v, mask, Ring(self.group, ranks, plan), scoring)
+        return attend_blockwise(q, k, v, mask, self.sinks, Ring(self.group, ranks, plan), scoring)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str, *, grouped: bool, needs_seed: bool) -> None:

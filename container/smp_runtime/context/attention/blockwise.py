@@ -82,10 +82,16 @@ class Ring:
 
 
 def attend_blockwise(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ring: Ring, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ring: Ring,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this member's rows over the keys of all members; every rank of the group calls it."""
-    found: torch.Tensor = _Attention.apply(q, k, v, mask, ring, scoring)
+    found: torch.Tensor = _Attention.apply(q, k, v, mask, sinks, ring, scoring)
     return found
 
 
@@ -99,6 +105,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         ring: Ring,
         scoring: Scoring,
     ) -> torch.Tensor:
@@ -121,14 +128,16 @@ class _Attention(torch.autograd.Function):
                         _add_block(
                             result, q, keys, values, plan.arriving[each], scoring, own=False, learned=ctx.wants_mask
                         )
+            if sinks is not None:
+                result.add_sinks(sinks)
             out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, out, result.top, result.total)
+        ctx.save_for_backward(q, k, v, mask, sinks, out, result.top, result.total)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        q, k, v, mask, out, top, total = ctx.saved_tensors
+        q, k, v, mask, sinks, out, top, total = ctx.saved_tensors
         scoring = dataclasses.replace(ctx.scoring, mask=mask)
         with _plain_types(q):
             whole = Partial(out, top, total)
@@ -138,7 +147,8 @@ class _Attention(torch.autograd.Function):
         found = (work.of_q, work.of_k, work.of_v)
         of_inputs = [each.to(q.dtype) if wanted[place] else None for place, each in enumerate(found)]
         of_mask = work.of_mask.to(mask.dtype) if work.of_mask is not None else None
-        return *of_inputs, of_mask, None, None
+        of_sinks = work.of_sinks(sinks).to(sinks.dtype) if sinks is not None and wanted[4] else None
+        return *of_inputs, of_mask, of_sinks, None, None
 
 
 class _Backward:
@@ -187,6 +197,12 @@ class _Backward:
                 self._finish(returning)
                 returning.append((ring.start_return(distances, gradients, tensors), distances))
         self._finish(returning)
+
+    def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of sinks, whose values are 0, from this member's rows."""
+        weights = (sinks.to(self._whole.top.dtype)[:, None] - self._logsumexp).exp()  # [batch, heads, rows]
+        delta = (self._gradient.to(weights.dtype) * self._whole.out.to(weights.dtype)).sum(-1)
+        return -(weights * delta).sum((0, 2))
 
     def _of_round(self, distances: list[int], blocks: _Blocks) -> _Blocks:
         """Return the gradients of the blocks that came in a round, by distance."""
@@ -296,7 +312,7 @@ def _operator(
     learned: bool,
 ) -> tuple[fused.Operator | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the fused operator for a call, or None, with what it adds to the scores and the rows that attend to nothing."""
-    if scoring.dropout is not None or scoring.is_exact or learned:
+    if learned or scoring.is_exact or scoring.dropout is not None or scoring.softcap is not None:
         return None, None, None
     tile = scoring.tile(block, call, q.device)
     bias, hidden = fused.as_bias(tile, q)
@@ -310,6 +326,7 @@ def _extras(q: torch.Tensor, block: Block, call: BlockCall, scoring: Scoring) ->
         scoring.of_mask(block, call),
         scoring.visible(block, call, q.device),
         scoring.factors(block, call, q.shape, q.device),
+        scoring.softcap,
     )
 
 

@@ -11,6 +11,7 @@ from smp_runtime.context.attention.plan import needed_of
 if TYPE_CHECKING:
     import torch
 
+    from smp_runtime.context.attention.bounds import Bounds
     from smp_runtime.context.attention.positions import Positions
 
 #: Blocks of keys that are smaller travel at once: messages of a ring would take longer than what they carry.
@@ -53,9 +54,9 @@ def neighbors_for(ranks: int, heads: int, key_heads: int) -> int:
     return max(each for each in range(1, ranks + 1) if ranks % each == 0 and math.gcd(heads, key_heads) % each == 0)
 
 
-def rows_sent(queries: Positions, keys: Positions, needed: torch.Tensor | None, *, causal: bool) -> list[int]:
+def rows_sent(queries: Positions, keys: Positions, needed: torch.Tensor | None, *, bounds: Bounds | None) -> list[int]:
     """Return for each member how many of its keys it sends to others, counting a key once for each receiver."""
-    wanted = needed_of(queries, keys, needed, causal=causal)
+    wanted = needed_of(queries, keys, needed, bounds=bounds)
     members = range(len(keys.held))
     return [sum(int(wanted[other][member].sum()) for other in members if other != member) for member in members]
 
@@ -93,7 +94,7 @@ def cheapest(
     needed: torch.Tensor | None,
     neighbors: int,
     *,
-    causal: bool,
+    bounds: Bounds | None,
 ) -> str:
     """Return the method that sends the fewest bytes, forward and backward.
 
@@ -102,11 +103,11 @@ def cheapest(
         neighbors: ranks that would exchange heads.
     """
     ranks = len(keys.held)
-    as_ring = ring_bytes(shape, rows_sent(queries, keys, needed, causal=causal), backward=True)
+    as_ring = ring_bytes(shape, rows_sent(queries, keys, needed, bounds=bounds), backward=True)
     if neighbors > 1:
         groups, key_groups = queries.merged(neighbors)[0], keys.merged(neighbors)[0]
         by_group = None if needed is None else needed.view(len(groups.held), neighbors, -1).any(1)
-        between = rows_sent(groups, key_groups, by_group, causal=causal)
+        between = rows_sent(groups, key_groups, by_group, bounds=bounds)
         # Each rank has its share of the heads of its group's rows.
         with_heads = ring_bytes(shape, between, backward=True) / neighbors
         with_heads += head_bytes(shape, queries.length, keys.length, ranks, neighbors, backward=True)

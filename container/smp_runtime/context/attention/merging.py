@@ -50,6 +50,11 @@ class Partial:
         top.copy_(highest)
         total.copy_(both)
 
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Merge a key of value 0 with one score per head, ``[heads]``, to which each row attends."""
+        top = sinks.to(self.top.dtype)[:, None, None].expand_as(self.top)
+        self.add(slice(None), Partial(torch.zeros_like(self.out), top, torch.ones_like(self.total)))
+
     def logsumexp(self) -> torch.Tensor:
         """Return the log-sum-exp of the scores, ``[batch, heads, rows]``; 0 for rows that attend to nothing, as the operators."""
         found = self.top + self.total.log()

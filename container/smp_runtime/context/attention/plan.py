@@ -12,6 +12,7 @@ import torch
 from smp_runtime.context.attention.positions import Positions, keep
 
 if TYPE_CHECKING:
+    from smp_runtime.context.attention.bounds import Bounds
     from smp_runtime.context.attention.visibility import Visibility
 
 #: Keys that are hidden, or fully visible, between others get a call of their own if there are so many.
@@ -89,7 +90,13 @@ def _scores(call: BlockCall) -> int:
 
 
 def plan_for(
-    queries: Positions, keys: Positions, member: int, visibility: Visibility | None, *, causal: bool, at_once: bool
+    queries: Positions,
+    keys: Positions,
+    member: int,
+    visibility: Visibility | None,
+    *,
+    bounds: Bounds | None,
+    at_once: bool,
 ) -> Plan:
     """Return a member's plan; it is made once for the same positions and mask.
 
@@ -98,45 +105,49 @@ def plan_for(
         at_once: all blocks travel in one round, as in an all-gather. Otherwise each round has one distance, as in a ring.
     """
     kept = queries.plans if visibility is None else visibility.plans
-    key = (keys, member, causal, at_once)
+    key = (keys, member, bounds, at_once)
     found = kept.get(key)
     if isinstance(found, Plan):
         return found
-    made = _make(queries, keys, member, visibility, causal=causal, at_once=at_once)
+    made = _make(queries, keys, member, visibility, bounds=bounds, at_once=at_once)
     keep(kept, key, made)
     return made
 
 
 def needed_of(
-    queries: Positions, keys: Positions, needed: torch.Tensor | None, *, causal: bool
+    queries: Positions, keys: Positions, needed: torch.Tensor | None, *, bounds: Bounds | None
 ) -> list[list[torch.Tensor]]:
     """Return for each member and owner which of the owner's rows the member needs."""
     found = []
     for member, held in enumerate(queries.held):
-        last = int(held.max()) if len(held) else -1
-        visible = [
-            owned <= last if causal else torch.full_like(owned, len(held) > 0, dtype=torch.bool) for owned in keys.held
-        ]
+        everything = torch.full((keys.length,), len(held) > 0)
+        wanted = everything if bounds is None else bounds.needed(held, keys.length)
         if needed is not None:
-            visible = [each & needed[member][owned] for each, owned in zip(visible, keys.held, strict=True)]
-        found.append(visible)
+            wanted = wanted & needed[member]
+        found.append([wanted[owned] for owned in keys.held])
     return found
 
 
 def _make(
-    queries: Positions, keys: Positions, member: int, visibility: Visibility | None, *, causal: bool, at_once: bool
+    queries: Positions,
+    keys: Positions,
+    member: int,
+    visibility: Visibility | None,
+    *,
+    bounds: Bounds | None,
+    at_once: bool,
 ) -> Plan:
     from smp_runtime.context.attention.visibility import by_position
 
     members = len(keys.held)
-    seen = visibility or by_position(queries, member)
-    needed = needed_of(queries, keys, seen.needed, causal=causal)
+    seen = visibility or by_position(queries, member, bounds)
+    needed = needed_of(queries, keys, seen.needed, bounds=bounds)
     held = queries.held[member]
 
     def block(owner: int) -> Block:
         wanted = needed[member][owner]
         positions = keys.held[owner][wanted]
-        calls = _calls(held, positions, seen, causal=causal)
+        calls = _calls(held, positions, seen, bounds=bounds)
         return Block(owner, _places(wanted), positions, calls)
 
     distances = [distance for distance in range(1, members) if _is_used(needed, distance)]
@@ -161,36 +172,39 @@ def _places(wanted: torch.Tensor) -> torch.Tensor | None:
     return None if bool(wanted.all()) else wanted.nonzero()[:, 0]
 
 
-def _calls(held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, causal: bool) -> list[BlockCall]:
+def _calls(held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, bounds: Bounds | None) -> list[BlockCall]:
     calls = []
     for number, (begin, end) in enumerate(seen.segments):
         rows = held[begin:end]
-        codes = _codes(rows, positions, seen, number, causal=causal)
+        is_diagonal = bounds is not None and seen.some is None and bounds.is_diagonal(rows)
+        some, every = _seen_by(rows, positions, bounds, is_diagonal=is_diagonal)
+        if seen.some is not None and seen.every is not None:
+            some, every = some & seen.some[number][positions], every & seen.every[number][positions]
+        codes = some.to(torch.int8) + (some & every).to(torch.int8)
         for start, stop, code in _ranges(codes):
             kind = Kind.FULL if code == _EVERY else Kind.MASKED
-            if code == _SOME and causal and seen.some is None and _is_diagonal(rows, positions[start:stop]):
+            if code == _SOME and is_diagonal and torch.equal(rows, positions[start:stop]):
                 kind = Kind.CAUSAL
             calls.append(BlockCall(slice(begin, end), slice(start, stop), kind))
     return calls
 
 
-def _is_diagonal(rows: torch.Tensor, positions: torch.Tensor) -> bool:
-    return torch.equal(rows, positions) and bool((rows.diff() > 0).all())
-
-
-def _codes(
-    rows: torch.Tensor, positions: torch.Tensor, seen: Visibility, segment: int, *, causal: bool
-) -> torch.Tensor:
-    """Return for each key whether no row of a segment attends to it, some do, or all."""
-    some = torch.ones(len(positions), dtype=torch.bool)
-    every = some
-    if seen.some is not None and seen.every is not None:
-        some, every = seen.some[segment][positions], seen.every[segment][positions]
-    if causal:
-        some = some & (positions <= rows.max())
-        # The first row's own key belongs to the diagonal, although all rows attend to it.
-        every = every & (positions < rows.min())
-    return some.to(torch.int8) + (some & every).to(torch.int8)
+def _seen_by(
+    rows: torch.Tensor, positions: torch.Tensor, bounds: Bounds | None, *, is_diagonal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether bounds let some row of a segment attend to a key, and whether all of them."""
+    if bounds is None:
+        every = torch.ones(len(positions), dtype=torch.bool)
+        return every, every
+    first, last = bounds.first[rows], bounds.last[rows]
+    attends = first <= last
+    if not bool(attends.any()):
+        none = torch.zeros(len(positions), dtype=torch.bool)
+        return none, none
+    some = (positions >= first[attends].min()) & (positions <= last[attends].max())
+    # The first row's own key belongs to the diagonal, although all rows attend to it.
+    end = last.min() - 1 if is_diagonal else last.min()
+    return some, (positions >= first.max()) & (positions <= end)
 
 
 def _ranges(codes: torch.Tensor) -> list[tuple[int, int, int]]:

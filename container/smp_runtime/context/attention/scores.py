@@ -10,6 +10,7 @@ import torch
 from smp_runtime.context.attention.plan import Block, BlockCall, Kind
 
 if TYPE_CHECKING:
+    from smp_runtime.context.attention.bounds import Bounds
     from smp_runtime.context.attention.positions import Positions
 
 
@@ -65,8 +66,9 @@ class Scoring:
     Args:
         scale: of the product of a query and a key.
         mask: ``[batch or 1, heads or 1, rows or 1, keys]``, booleans or numbers to add; None for none.
-        causal: whether a row attends to keys up to its own position only.
+        bounds: the range of keys that each row attends to; None for all.
         dropout: None for none.
+        softcap: scores are capped to it by ``softcap · tanh(score / softcap)``, before the mask; None for not.
         is_exact: whether scores are computed as one process does; see :class:`.Visibility`.
     """
 
@@ -74,9 +76,10 @@ class Scoring:
     keys: Positions
     member: int
     scale: float
-    causal: bool
+    bounds: Bounds | None
     mask: torch.Tensor | None = None
     dropout: Dropout | None = None
+    softcap: float | None = None
     is_exact: bool = False
 
     def columns(self, block: Block, call: BlockCall) -> slice | torch.Tensor:
@@ -99,11 +102,11 @@ class Scoring:
 
     def visible(self, block: Block, call: BlockCall, device: torch.device) -> torch.Tensor | None:
         """Return which keys positions do not hide from which rows, ``[rows, keys]``; None if that is all."""
-        if not self.causal or call.kind is Kind.FULL:
+        if self.bounds is None or call.kind is Kind.FULL:
             return None
         rows = self.queries.on(self.member, device)[call.rows]
         keys = self.key_positions(block, device)[call.keys]
-        return rows[:, None] >= keys
+        return self.bounds.visible(rows, keys)
 
     def key_positions(self, block: Block, device: torch.device) -> torch.Tensor:
         """Return the positions of a block's keys on a device."""

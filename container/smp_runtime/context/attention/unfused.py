@@ -19,17 +19,31 @@ class Extras(NamedTuple):
         tile: booleans or numbers to add, ``[batch or 1, heads or 1, rows or 1, keys]``.
         visible: booleans ``[rows, keys]`` beside it.
         factors: of the weights, ``[batch, heads, rows, keys]``.
+        softcap: of the scores, before the others.
     """
 
     tile: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    softcap: float | None = None
 
     def of(self, rows: slice) -> Extras:
         """Return what acts on some rows."""
         tile = self.tile if self.tile is None or self.tile.shape[2] == 1 else self.tile[:, :, rows]
         visible = None if self.visible is None else self.visible[rows]
-        return Extras(tile, visible, None if self.factors is None else self.factors[:, :, rows])
+        factors = None if self.factors is None else self.factors[:, :, rows]
+        return Extras(tile, visible, factors, self.softcap)
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores after the softcap."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf where a row does not attend to a key, and with what is added."""
+        for each in (self.tile, self.visible):
+            if each is not None:
+                scores = scores.masked_fill(~each, -torch.inf) if each.dtype is torch.bool else scores + each
+        return scores
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, extras: Extras) -> Partial:
@@ -38,7 +52,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ext
     k, v = (_spread(each.to(result.out.dtype), q.shape[1]) for each in (k, v))
     for rows in _pieces(q, k):
         some = extras.of(rows)
-        scores = _scores(q[:, :, rows].to(k.dtype), k, scale, some)
+        scores = some.masked(some.capped(q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2) * scale))
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
         total = weights.sum(-1, keepdim=True)
@@ -79,7 +93,8 @@ def backward(
     for rows in _pieces(q, wide_k):
         some = extras.of(rows)
         part, above = q[:, :, rows].to(dtype), gradient[:, :, rows].to(dtype)
-        weights = (_scores(part, wide_k, scale, some) - reference[:, :, rows]).exp() / divisor[:, :, rows]
+        capped = some.capped(part @ wide_k.transpose(-1, -2) * scale)
+        weights = (some.masked(capped) - reference[:, :, rows]).exp() / divisor[:, :, rows]
         kept = weights if some.factors is None else weights * some.factors
         of_v += kept.transpose(-1, -2) @ above
         of_weights = above @ wide_v.transpose(-1, -2)
@@ -90,17 +105,11 @@ def backward(
         if of_tile is not None:
             target = of_tile[:, :, rows] if of_tile.shape[2] > 1 else of_tile
             target += of_scores.sum_to_size(target.shape)
+        if some.softcap is not None:
+            of_scores = of_scores * (1 - (capped / some.softcap).square())
         of_q[:, :, rows] = of_scores @ wide_k * scale
         of_k += of_scores.transpose(-1, -2) @ part * scale
     return of_q, _gathered(of_k, k.shape[1]), _gathered(of_v, v.shape[1]), of_tile
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, extras: Extras) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2) * scale
-    for each in (extras.tile, extras.visible):
-        if each is not None:
-            scores = scores.masked_fill(~each, -torch.inf) if each.dtype is torch.bool else scores + each
-    return scores
 
 
 def _spread(k: torch.Tensor, heads: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from smp_runtime.context.attention.positions import Positions, keep, runs_of
 from smp_runtime.context.attention.traffic import gather_bits
 
 if TYPE_CHECKING:
+    from smp_runtime.context.attention.bounds import Bounds
     from smp_runtime.context.attention.traffic import AttentionGroup
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ T = TypeVar("T")
 #: Rows of a tile at least, if a mask says what they attend to. Smaller tiles skip more, and need more launches.
 TILE_ROWS = 256
 #: Tiles of a rank at most.
-_MOST_TILES = 64
+MOST_TILES = 256
 
 #: Scores of a row whose mask is above or below this everywhere lose digits in their log-sum-exp.
 _LARGE = 32.0
@@ -48,22 +50,31 @@ class Visibility:
     plans: OrderedDict[object, object] = field(default_factory=OrderedDict)
 
 
-def segments_of(positions: torch.Tensor, *, tiled: bool) -> list[tuple[int, int]]:
-    """Return the ranges of rows to compute together: rows that follow each other, and not too many if there is a mask."""
+def segments_of(positions: torch.Tensor, bounds: Bounds | None, *, tiled: bool) -> list[tuple[int, int]]:
+    """Return the ranges of rows to compute together.
+
+    These are rows that follow each other, of one document. Where windows or a mask hide keys, they are divided into tiles.
+    """
     count = len(positions)
     runs = runs_of(positions)
-    if len(runs) > _MOST_TILES:  # each row may stand alone: cut by number
+    if bounds is not None:
+        edges = {edge for run in runs for edge in run} | set(bounds.breaks(positions))
+        runs = list(itertools.pairwise(sorted(edges)))
+    if len(runs) > MOST_TILES:  # each row may stand alone: cut by number
         runs = [(0, count)]
         tiled = True
-    if not tiled:
-        return runs
-    rows = max(TILE_ROWS, -(-count // _MOST_TILES))
-    return [(begin, min(begin + rows, end)) for start, end in runs for begin in range(start, end, rows)]
+    rows = max(TILE_ROWS, -(-count // MOST_TILES))
+    segments = []
+    for start, end in runs:
+        is_whole = not tiled and (bounds is None or bounds.is_diagonal(positions[start:end]))
+        size = end - start if is_whole else rows
+        segments += [(begin, min(begin + size, end)) for begin in range(start, end, size)]
+    return segments
 
 
-def by_position(queries: Positions, member: int) -> Visibility:
+def by_position(queries: Positions, member: int, bounds: Bounds | None) -> Visibility:
     """Return what rows attend to without a mask."""
-    return Visibility(segments_of(queries.held[member], tiled=False))
+    return Visibility(segments_of(queries.held[member], bounds, tiled=False))
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ _known: MutableMapping[torch.Tensor, OrderedDict[object, object]] = WeakIdKeyDic
 
 
 def by_mask(
-    mask: GivenMask, queries: Positions, keys: Positions, member: int, group: AttentionGroup, *, causal: bool
+    mask: GivenMask, queries: Positions, keys: Positions, member: int, group: AttentionGroup, *, bounds: Bounds | None
 ) -> Visibility:
     """Return what rows attend to under a mask; every rank of the group calls it with its own.
 
@@ -110,29 +121,32 @@ def by_mask(
     """
 
     def make() -> Visibility:
-        return _analyze(mask.tensor, queries, keys, member, group, causal=causal)
+        return _analyze(mask.tensor, queries, keys, member, group, bounds=bounds)
 
     # The key holds the objects, so that no others get their identities.
-    return mask.keep((queries, keys, member, group, causal), make)
+    return mask.keep((queries, keys, member, group, bounds), make)
 
 
 @torch.no_grad()
 def _analyze(
-    mask: torch.Tensor, queries: Positions, keys: Positions, member: int, group: AttentionGroup, *, causal: bool
+    mask: torch.Tensor,
+    queries: Positions,
+    keys: Positions,
+    member: int,
+    group: AttentionGroup,
+    *,
+    bounds: Bounds | None,
 ) -> Visibility:
     held = queries.held[member]
-    segments = segments_of(held, tiled=True)
-    flat = mask.detach().reshape(-1, *mask.shape[-2:])  # [samples × heads, rows or 1, keys]
+    segments = segments_of(held, bounds, tiled=True)
+    flat = mask.detach().flatten(0, 1)  # [samples × heads, rows or 1, keys]
     some, every = _reduced(flat, segments)
     if mask.requires_grad:  # what is added has a gradient where it is 0, too
         every = torch.zeros_like(every)
     is_exact = _has_large_rows(flat)
-    if causal and segments:
-        last = torch.stack([held[begin:end].max() for begin, end in segments])
-        seen = torch.arange(keys.length) <= last[:, None]  # [segments, keys]
-        bits = (some & seen).any(0)
-    else:
-        bits = some.any(0) if segments else torch.zeros(keys.length, dtype=torch.bool)
+    bits = some.any(0) if segments else torch.zeros(keys.length, dtype=torch.bool)
+    if bounds is not None:
+        bits = bits & bounds.needed(held, keys.length)
     everyone = gather_bits(group, bits.to(mask.device))  # [ranks, keys]
     # A member of several ranks needs what one of them needs, each for its own heads.
     needed = everyone.view(len(queries.held), -1, keys.length).any(1)
