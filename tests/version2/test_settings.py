@@ -12,7 +12,7 @@ from smp_config.version2.parameters import Version2Parameters
 #: Processes of a host, and hosts.
 PROCESSES, HOSTS = 4, 2
 
-FLAGS = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards")
+FLAGS = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "fp8")
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"hybrid_shard_degree": -1}, "hybrid_shard_degree is -1", "from 0 to the number of processes"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.fp8 import choosing, current
 from smp_runtime.fp8.group import AmaxGroup, ScriptGroup
-from smp_runtime.fp8.layers import EightBitLayers
+from smp_runtime.fp8.layers import ChosenLayers, EightBitLayers
 from smp_runtime.fp8.recipe import DelayedScaling
 
 if TYPE_CHECKING:
@@ -68,13 +67,13 @@ class _Before:
     """What layers that a script's first context starts have to know: its models, and the scales of a checkpoint."""
 
     def __init__(self) -> None:
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.chosen: list[ChosenLayers] = []
         self.state: Mapping[str, Any] | None = None
 
     def hand_over(self, layers: EightBitLayers) -> None:
         """Tell layers that have just begun."""
-        for model in list(self.models):
-            layers.adopt(model)
+        for each in self.chosen:
+            layers.adopt_chosen(each)
         if self.state is not None:
             layers.load_state_dict(self.state)
 
@@ -86,7 +85,8 @@ def note_model(model: nn.Module) -> None:
     """Name a model's layers by their paths in it, now or when the script's first context begins."""
     layers = running_layers()
     if layers is None:
-        _before.models.add(model)
+        _before.chosen = [each for each in _before.chosen if each.names]
+        _before.chosen.append(ChosenLayers(model))
     else:
         layers.adopt(model)
 
@@ -114,7 +114,7 @@ def end_all() -> None:
     """End all that has begun in this process, with a job."""
     for _, end in list(_running):
         end()
-    _before.models.clear()
+    _before.chosen.clear()
     _before.state = None
 
 

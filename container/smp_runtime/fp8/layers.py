@@ -39,6 +39,18 @@ EMULATED = (
 )
 
 
+class ChosenLayers:
+    """The layers of a model that can multiply in 8 bits, by their paths, and those that cannot.
+
+    It is made while the model is whole: weights that FSDP has sharded have no shape of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = weakref.WeakKeyDictionary({module: name for name, module in find_layers(model)})
+        others = [module for module in model.modules() if module not in self.names and may_multiply(module)]
+        self.left_out: weakref.WeakSet[nn.Module] = weakref.WeakSet(others)
+
+
 class EightBitLayers:
     """The linear layers that multiply in 8 bits.
 
@@ -66,20 +78,23 @@ class EightBitLayers:
         self._waiting: dict[str, Mapping[str, Any]] = {}
         self._is_recorded = False  # a context has ended whose values do not count yet
         self._are_gradients_reduced = False
+        self._updates_late = False  # values of a checkpoint wait for an update
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module) -> int:
         """Take all layers of a model that can multiply in 8 bits, under their paths; return how many there are."""
-        found = dict(find_layers(model))
-        for module in model.modules():
-            if may_multiply(module) and module not in found.values():
-                self._left_out.add(module)
-        for name, module in found.items():
+        found = ChosenLayers(model)
+        self.adopt_chosen(found)
+        return len(found.names)
+
+    def adopt_chosen(self, chosen: ChosenLayers) -> None:
+        """Take layers that were chosen before their weights were sharded."""
+        self._left_out.update(chosen.left_out)
+        for module, name in sorted(chosen.names.items(), key=lambda item: item[1]):
             if module not in self._layers:
                 self._register(name, module)
         self._say()
-        return len(found)
 
     def scales_in(self, model: nn.Module) -> dict[int, LinearScales]:
         """Return the scales of a model's layers by the ``id`` of their weights."""
@@ -106,6 +121,8 @@ class EightBitLayers:
         self._by_name[free] = self._layers[module] = scales
         if free in self._waiting:
             _restore(scales, self._waiting.pop(free))
+            if self._updates_late and self._open is not None:  # the others were updated when the context began
+                scales.update()
         return scales
 
     def _say(self) -> None:
@@ -177,14 +194,14 @@ class EightBitLayers:
             self._always = None
         self.finish_gradients()
         self._group = group
-        if self._is_recorded:
-            self._is_recorded = False
-            for scales in self._by_name.values():
-                scales.update()
         if recipe != self.recipe:
             self.recipe = recipe
             for scales in self._by_name.values():
                 scales.change_recipe(recipe)
+        if self._is_recorded:
+            self._is_recorded = False
+            for scales in self._by_name.values():
+                scales.update()
         self._open = Window(recipe, records=torch.is_grad_enabled(), keeps=True)
 
     @contextlib.contextmanager
@@ -285,8 +302,8 @@ class EightBitLayers:
         for name, found in state.items():
             if name in self._by_name:
                 _restore(self._by_name[name], found)
-        self._is_recorded = self._always is None and any(_read(found["amax"]).any() for found in state.values())
-        self._are_gradients_reduced = self._is_recorded
+        is_recorded = self._always is None and any(_read(found["amax"]).any() for found in state.values())
+        self._is_recorded = self._are_gradients_reduced = self._updates_late = is_recorded
 
 
 def _describe(scales: LinearScales) -> dict[str, str]:

@@ -95,7 +95,7 @@ class LinearScales:
 
     def change_recipe(self, recipe: DelayedScaling) -> None:
         """Take another recipe; the newest values stay in the history."""
-        if recipe.amax_history_len != len(self.history):
+        if recipe.amax_history_len != len(self.history):  # also one that a checkpoint has made longer
             history = torch.zeros(recipe.amax_history_len, TENSORS, device=self.history.device)
             kept = min(len(history), len(self.history))
             history[:kept] = self.history[:kept]
