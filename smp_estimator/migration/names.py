@@ -176,9 +176,11 @@ def moved_names(source: ScriptSource, names: ScriptNames) -> dict[tuple[int, int
     """Return the positions of SDK v2 names with a module prefix, and the names to use after they are imported directly."""
     found = {}
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store) or not source.is_placed(node):
+        if not isinstance(node, ast.Attribute) or not source.is_placed(node):
             continue
-        if names.full(node) in MOVED:
+        # A script that sets such an attribute does not use the SDK's.
+        is_read = not isinstance(node.ctx, ast.Store)
+        if is_read and names.full(node) in MOVED:
             found[source.span(node)] = node.attr
     return found
 

@@ -145,6 +145,7 @@ class Forecast:
     def training(self) -> Training | None:
         """Return the time and price of all steps; None if their number or their time is not known."""
         script, epochs, seconds = self.request.workload, self.epochs, self.step_seconds
+        # A script may train for a number of steps, whatever the size of its data set.
         steps = script.steps
         if not steps and epochs is not None:
             steps = epochs.total_steps
@@ -154,7 +155,8 @@ class Forecast:
         if epochs is not None and epochs.steps:
             passes = steps / epochs.steps
         each = None if self.cost is None else self.cost.usd_per_step
-        return Training(steps, passes, seconds, script.step_seconds is not None, each)
+        is_given = script.step_seconds is not None
+        return Training(steps, passes, seconds, is_given, each)
 
     @property
     def instance(self) -> Instance | None:

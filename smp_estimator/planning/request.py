@@ -305,6 +305,7 @@ def is_of_transformers(model: Any) -> bool:
     """Return whether a model is given by a configuration of Transformers, or is a module that has one."""
     if isinstance(model, ModelShape | int | float):
         return False
+    # A text is the name of a published shape, or the path of a configuration.
     if isinstance(model, str) and model in SHAPES:
         return False
     if isinstance(model, Mapping | str | Path):

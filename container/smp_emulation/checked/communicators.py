@@ -141,7 +141,8 @@ class Communicator(dist.ProcessGroupGloo):
         def job() -> None:
             headers = self._gathered(asked.packed())
             self._compare([Asked.unpacked(header) for header in headers])
-            flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in give]) if give else torch.empty(0)
+            flat = _joined_bytes(give)
+            # Without elements there is nothing to send, but the ranks' calls have been compared.
             everyone = self._gathered(flat) if flat.numel() else [flat] * self._count
             take([_cut(each, give) for each in everyone])
 
@@ -262,11 +263,14 @@ class Communicator(dist.ProcessGroupGloo):
 
     def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return views of the device memory behind the tensors, for the work of the stream."""
-        places = [self.devices.memory.place_of(tensor) for tensor in tensors]
-        return [
-            view_of(place.block, tensor) if place is not None and place.block is not None else tensor.detach()
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
+        views = []
+        for tensor in tensors:
+            place = self.devices.memory.place_of(tensor)
+            if place is None or place.block is None:
+                views.append(tensor.detach())
+            else:
+                views.append(view_of(place.block, tensor))
+        return views
 
     def identity_of(self, number: int) -> str:
         """Return a device's identity among those of all ranks; NCCL takes ``NCCL_HOSTID`` for the host."""
@@ -332,6 +336,12 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 def _described(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+
+
+def _joined_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not tensors:
+        return torch.empty(0)
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

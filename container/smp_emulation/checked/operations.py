@@ -64,8 +64,7 @@ class Operations(TorchDispatchMode):
         if not tensors or func.overloadpacket in _LIKE:
             if asked is not None and not to_device:
                 return self._in_host_memory(func, args, kwargs)  # in the form of a device's tensor
-            number = self._devices.device_of(tensors[0]) if asked is None else self._devices.index(asked)
-            return self._make(func, args, kwargs, number or 0)
+            return self._make(func, args, kwargs, self._device_of_new(tensors, asked))
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
         own = next(p.device for p in places if p is not None and p.device is not None)
@@ -107,6 +106,11 @@ class Operations(TorchDispatchMode):
         return result
 
     # -- device ----------------------------------------------------------------------------------------------------
+
+    def _device_of_new(self, tensors: list[torch.Tensor], asked: Any) -> int:
+        if asked is not None:
+            return self._devices.index(asked)
+        return self._devices.device_of(tensors[0]) or 0
 
     def _make(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
         """Queue a factory function: its result is new device memory, and tensor arguments only define its shape."""

@@ -124,7 +124,10 @@ def _ddp(original: Any) -> Any:
     def init(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        for device in [*(device_ids or ()), *([] if output_device is None else [output_device])]:
+        devices = list(device_ids or ())
+        if output_device is not None:
+            devices.append(output_device)
+        for device in devices:
             real_device(device)
         original(self, module, None, None, *args, **kwargs)
 

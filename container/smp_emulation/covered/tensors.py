@@ -50,8 +50,9 @@ def _tensor_to(original: Any) -> Any:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             wanted = args[0]
-            kind = type(wanted)
-            if kind is torch.device or kind is str or kind is int:
+            # By exact types, as this runs in every call: a data type or another tensor names no device here.
+            names_device = type(wanted) in (torch.device, str, int)
+            if names_device:
                 args = (real_device(wanted), *args[1:])
                 if len(args) < 4 and _is_copied_back(self, wanted):
                     kwargs["copy"] = True

@@ -61,6 +61,7 @@ def why_hidden(error: BaseException, folders: Iterable[str]) -> str | None:
 
 def _is_about(error: ImportError | AttributeError, name: str, path: Path) -> bool:
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    # The user's module was imported in the place of Python's, and failed itself.
     if {str(path), str(path / "__init__.py")} & files:
         return True
     if isinstance(error, ImportError):

@@ -188,6 +188,7 @@ def abort(code: int, failed: BaseException) -> NoReturn:
 
 def flush_files() -> None:
     """Write out what open files hold back, as their ends would: text first, as it lies above bytes."""
+    # By the type: isinstance() asks the object for its class, and runs code of stand-ins that load a module late.
     found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
     # Text files first: they write into the files of bytes below them.
     for kind in (io.TextIOBase, io.BufferedIOBase):

@@ -222,6 +222,7 @@ class Supervisor:
             return
         has_failed = self.collector.failing or self.failing() or self._outcome.first_failed
         if has_failed:
+            # Once: the patience runs from the first failure.
             self._failure_seen = True
             self._expect(self.failure_patience, "did not end after a rank had failed")
 

@@ -143,6 +143,7 @@ class UpdateGuard:
             return
         for tensor in argument_tensors(result)[:1]:
             is_counted = tensor.is_floating_point() or tensor.is_complex()
+            # The elements of a lazy tensor are elsewhere: a look at them would fetch them.
             if not is_counted or isinstance(tensor, LazyTensor):
                 continue
             # The sum stays on the device: reading it here would wait for every module.

@@ -204,6 +204,7 @@ class RehearsedControl(ControlPlane):
         by_kind = {self._kinds.kind_of(rank): one for rank, one in zip(there, said, strict=True)}
         # Of a kind that no process of the group stands for, this one: groups of one stage have only its ranks.
         everyone = [by_kind.get(self._kinds.kind_of(rank), payload) for rank in ranks]
+        # Ranks that were rehearsed before have left words of their own.
         for place, rank in enumerate(ranks):
             if rank in self._said.speakers:
                 is_known, saying = self._said.next(rank, call, channel, ranks)

@@ -194,8 +194,11 @@ class Counters:
         def count_samples(values: list[Any], axes: list[int | None]) -> list[Any]:
             if torch.is_grad_enabled():
                 self._runs += 1
-                split = [(value, axis) for value, axis in zip(values, axes, strict=True) if axis is not None]
-                self._samples += replicas * batch_samples([value for value, _ in split], [axis for _, axis in split])
+                pairs = zip(values, axes, strict=True)
+                split = [(value, axis) for value, axis in pairs if axis is not None]
+                split_values = [value for value, _ in split]
+                split_axes = [axis for _, axis in split]
+                self._samples += replicas * batch_samples(split_values, split_axes)
             return values
 
         session.arguments.append(count_samples)

@@ -123,6 +123,10 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
         return "which is neither a file, a folder nor a link"
     if name in kinds and not member.isdir():
         return "a second time"
+    return _why_link_refused(member, name, kinds)
+
+
+def _why_link_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> str | None:
     parents = name.split("/")[:-1]
     folders = ["/".join(parents[:count]) for count in range(1, len(parents) + 1)]
     if any(kinds.get(folder) for folder in folders):

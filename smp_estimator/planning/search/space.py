@@ -282,7 +282,9 @@ class Space:
             if degree > 1 and not self._can_split(degree):
                 continue
             replicas = self.world // (stages * degree)
-            if self.samples % (replicas * self.accumulation) == 0:
+            # Each replica reads as many samples as the others, in each accumulation step.
+            reads_evenly = self.samples % (replicas * self.accumulation) == 0
+            if reads_evenly:
                 yield degree
 
     def _can_split(self, degree: int) -> bool:

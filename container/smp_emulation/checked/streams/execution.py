@@ -158,6 +158,7 @@ class Executor:
         with self.changed:
             while not self._ends:
                 self._targets = [item for item in self._targets if not item.done]
+                # Some have begun meanwhile, for other work that needed them.
                 while self._outside and self._outside[0].begun:
                     self._outside.popleft()
                 # No host waits for it here, so it may run at any time, as on a GPU.

@@ -323,6 +323,7 @@ class ScheduleSimulator:
                 # From now on only gradients of weights are left.
                 self.weights_only[r] += 1
             elif is_weights and not left:
+                # These are done too.
                 self.weights_only[r] -= 1
         if not left:
             self.in_flight[r] -= 1

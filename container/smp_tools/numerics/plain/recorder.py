@@ -234,6 +234,7 @@ class PlainRecorder:
         pairs = []
         for name, now in gradients:
             old = self._after_backward.get(name)
+            # In float64: in half precision, sums of this many squares would overflow.
             if old is not None and old.numel():
                 pairs.append((now.double().flatten(), old.double().flatten()))
         base = sum(float(old @ old) for _, old in pairs)
