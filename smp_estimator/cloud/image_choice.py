@@ -152,6 +152,7 @@ def _pytorch_images() -> tuple[dict[str, PyTorchImage], dict[str, str]]:
         )
         for version, row in known.items()
     }
+    # A copy: the table is the SDK's own.
     aliases = dict(aliases)
     for version, row in _newer_images().items():
         rows = image_table.rows_of(version) or _rows_of_sdk(row)
@@ -226,6 +227,7 @@ def choose_huggingface(
     try:
         return _chosen_huggingface(transformers_version, pytorch_version, py_version, floor)
     except ConfigError as error:
+        # A single version has no other that it could fail to fit.
         if [transformers_version, pytorch_version, py_version].count(None) == 2:
             raise
         names = ("transformers_version", "pytorch_version", "py_version")
@@ -360,6 +362,7 @@ def _python(given: str | None, pythons: Sequence[str], what: str) -> str:
     """
     if not pythons:
         return given or "py3"
+    # The SDK calls any version of Python 3 so.
     if given is None or given == "py3":
         return pythons[-1]
     if given not in pythons:

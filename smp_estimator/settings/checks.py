@@ -55,6 +55,7 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
             code="SMP123",
         )
     said = []
+    # A list, since the loop changes ``given``.
     for old in [name for name in given if name in former and name not in known]:
         new = former[old]
         if given.get(new) is not None:
@@ -277,6 +278,7 @@ def _require_targets(folder: Path, directory: Path, around: frozenset[Path]) -> 
             target, why = path, "which does not exist"
         except (OSError, RuntimeError):  # the latter before Python 3.13
             target, why = path, "which leads in a circle"
+        # The archive gets what a link leads to: a folder around the link would have no end.
         if path.is_symlink() and (why or target in around or target in folder.resolve().parents):
             raise ConfigError(
                 f"source_dir {directory} holds the link {path.relative_to(directory)} to {os.readlink(path)}, "
@@ -360,6 +362,7 @@ def check_partition_file(
     places = [folder.expanduser().absolute() / name for folder in (*folders, code)]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
+        # The ranks may find it in what they download with their checkpoints.
         if is_s3_uri(checkpoints) and not Path(name).is_absolute():
             return
         raise ConfigError(

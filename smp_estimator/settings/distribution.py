@@ -171,6 +171,7 @@ def read(
     )
     _check_ranks(settings, hosts, process_mode=process_mode)
     spares = _check_variables(exported_variables(_check_mpi_options(settings)), environment or {}, hosts)
+    # Spare hosts have no ranks until another host is lost.
     hosts = None if hosts is None else hosts - spares
     mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
@@ -283,6 +284,7 @@ def _check_version_2(
     processes = torchrun.processes_per_host
     if processes is None:
         gpus, _ = count_gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
+        # Without GPUs, one process trains on the processor.
         processes = gpus if gpus is None else max(gpus, 1)
     require_usable(settings.instance_type, processes, "torch_distributed.processes_per_host")
     if process_mode and torchrun.processes_per_host is None:
@@ -328,6 +330,7 @@ def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) ->
         said = f"{error} ({came_about})"
         if world % replica:
             relation = "more than" if replica > world else "no divisor of"
+            # The fewest processes per host with which all hosts together have whole replicas.
             fitting = replica // math.gcd(replica, hosts)
             said = (
                 f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "

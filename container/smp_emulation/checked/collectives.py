@@ -71,6 +71,7 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     """Reduce several tensors to one, in the order of their ranks."""
     kind: Any = dist.ReduceOp.RedOpType
     dtype = parts[0].dtype
+    # In float32: a sum is rounded once, at the end, and not after the part of each rank.
     narrow = dtype in (torch.float16, torch.bfloat16)
     stacked = torch.stack([part.float() if narrow else part for part in parts])
     ways: dict[Any, Callable[[], torch.Tensor]] = {

@@ -78,6 +78,7 @@ class CollectiveThread:
                 over(error)
             else:
                 over()
+            # They hold tensors, which would live until the next job.
             del given, job, over
 
 
@@ -139,6 +140,7 @@ class Communicator(dist.ProcessGroupGloo):
         asked = Asked(f"{what} of {_described(sent)}", self.identity_of(number), find_site())
 
         def job() -> None:
+            # Before any element moves: ranks with different calls would wait for bytes that no rank sends.
             headers = self._gathered(asked.packed())
             self._compare([Asked.unpacked(header) for header in headers])
             flat = _joined_bytes(give)
@@ -159,6 +161,7 @@ class Communicator(dist.ProcessGroupGloo):
             headers = self._gathered(asked.packed())
             self._compare([Asked.unpacked(header) for header in headers])
             sizes = [each.tolist() for each in self._gathered(torch.tensor(counts))]
+            # All ranks gather tensors of one size, that of the longest.
             flat = give.new_zeros(max(map(sum, sizes)), *give.shape[1:])
             flat[: len(give)] = give
             if not flat.numel():

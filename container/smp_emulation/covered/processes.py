@@ -39,6 +39,7 @@ def _init_process_group(original: Any) -> Any:
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         used = backend_here(backend)
         if used != backend:
+            # These are NCCL's.
             kwargs.pop("pg_options", None)
             if is_first_rank(os.environ):
                 logger.warning(
@@ -98,6 +99,7 @@ def _with_device(original: Any) -> Any:
 def _barrier(original: Any) -> Any:
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        # gloo refuses device_ids.
         return original(group, async_op)
 
     return barrier
@@ -129,6 +131,7 @@ def _ddp(original: Any) -> Any:
             devices.append(output_device)
         for device in devices:
             real_device(device)
+        # DistributedDataParallel takes no device_ids for a module on the CPU.
         original(self, module, None, None, *args, **kwargs)
 
     return init

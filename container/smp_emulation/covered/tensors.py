@@ -38,6 +38,7 @@ def _with_device(original: Any) -> Any:
             device = kwargs.get("device")
             if device is not None:
                 kwargs["device"] = real_device(device)
+            # Only a machine with a GPU can pin memory.
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
         return original(*args, **kwargs)
@@ -54,6 +55,7 @@ def _tensor_to(original: Any) -> Any:
             names_device = type(wanted) in (torch.device, str, int)
             if names_device:
                 args = (real_device(wanted), *args[1:])
+                # A fourth argument is ``copy`` itself.
                 if len(args) < 4 and _is_copied_back(self, wanted):
                     kwargs["copy"] = True
         elif (wanted := kwargs.get("device")) is not None:

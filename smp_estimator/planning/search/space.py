@@ -97,6 +97,7 @@ class Configuration:
             found["pipeline_parallel_degree"] = stages
         if tensor > 1:
             found["tensor_parallel_degree"] = tensor
+            # The ranks of a group read one batch together, as :meth:`Space.batch` counts.
             found["prescaled_batch"] = True
         if self.state == _OPTIMIZER:
             found["shard_optimizer_state"] = True
@@ -351,12 +352,14 @@ class Space:
         if at.placement is None:
             on_host = min(sizes[group], self.per_host)
             return on_host, -(-sizes[group] // on_host)
+        # The right-most letter changes from one rank to the next.
         order = at.placement[::-1]
         degrees = {"P": sizes[Group.PP], "T": sizes[Group.TP], "D": sizes[Group.RDP]}
         letter = {Group.TP: "T", Group.PP: "P"}.get(group, "D")
         stride = 1
         for each in itertools.takewhile(lambda one: one != letter, order):
             stride *= degrees[each]
+        # Between two ranks with the same shard are those with the other shards.
         if group is Group.REPLICA:
             stride *= at.sharded
         hosts = [member * stride // self.per_host for member in range(sizes[group])]
@@ -372,6 +375,7 @@ def _distance(value: Any, wanted: Any) -> float:
 
 
 def _divisors(number: int) -> list[int]:
+    # Each divisor above the root belongs to one below it.
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
