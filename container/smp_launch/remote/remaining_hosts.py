@@ -104,6 +104,7 @@ class RemainingHosts:
         if self.others is None:
             return self.job
         gone = self.others.lost()
+        # Asked before drop(), which forgets them.
         lost = lost_of(self.job, self.others)
         now = self.job.without(gone) if gone else None
         if now is None:

@@ -44,6 +44,7 @@ class Tree:
         if host == current_host:
             return self
         parts = list(self.base.parts)
+        # From the end: a folder further up may happen to have the host's name.
         for at in range(len(parts) - 1, -1, -1):
             if parts[at] == current_host:
                 parts[at] = host

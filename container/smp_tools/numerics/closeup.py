@@ -98,6 +98,7 @@ class TensorFiles:
             heads=self._heads_of(place.name),
             file=file,
         )
+        # After the tensor's own file: whatever the index names is there.
         with self._index.open("a", encoding="utf-8") as index:
             index.write(json.dumps(asdict(kept)) + "\n")
 

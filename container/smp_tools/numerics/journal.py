@@ -105,11 +105,13 @@ class Journal:
 
     def _write(self, line: str) -> None:
         self._file.write(line)
+        # At once: a rank may be killed at any moment, and its last numbers are those of interest.
         self._file.flush()
 
 
 def _values(waiting: Iterable[_PendingValue]) -> Iterable[RecordedValue]:
     waiting = list(waiting)
+    # One copy from each device, since every copy waits for the device.
     by_device: dict[torch.device, list[_PendingValue]] = {}
     for one in waiting:
         by_device.setdefault(one.sketch.numbers.device, []).append(one)

@@ -61,6 +61,7 @@ class TrialRun:
     def save(self, values: list[Any], axes: list[int | None]) -> list[Any]:
         """Write the tensors among a step's arguments, once per batch that the ranks read."""
         ranks = self._session.ranks
+        # The stages of a pipeline read one batch; so do tensor parallel ranks, if it is prescaled.
         first_of_batch = ranks.rank_in(Group.PP) == 0 and (
             not ranks.cfg.prescaled_batch or ranks.rank_in(Group.TP) == 0
         )

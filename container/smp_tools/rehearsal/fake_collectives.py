@@ -90,6 +90,7 @@ class CollectiveLedger:
             nbytes: of the whole tensor.
         """
         members = group.size()
+        # A rank that is alone sends nothing.
         if members < 2:
             return
         name, hosts = self.name_of(group)
@@ -183,6 +184,7 @@ class CountedCollectives:
         self._ledger.add(kind, whole.nbytes, group)
         if self._ledger.calls is not None and group.size() > 1:
             self._ledger.calls.of_library(dist.get_process_group_ranks(group))
+        # What the inner collective asks of torch.distributed must not count again.
         self.counted.inside = True
         try:
             begun = work()
@@ -246,6 +248,7 @@ class AbsentCollectives:
         """See :class:`Collectives`."""
         if full.nbytes <= PERFORMED_BYTES:
             with perform_unwatched():
+                # A copy: the shard may be a part of the whole tensor, which is written here.
                 mine = shard.detach().clone().view(1, -1)
                 full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
         return _FinishedWork(full, shard)

@@ -159,6 +159,7 @@ class ManualAssignment:
         return assignment
 
     def _check(self, stage: int, where: str) -> None:
+        # A flag is an ``int`` in Python: True would be stage 1.
         if isinstance(stage, bool) or not isinstance(stage, int):
             raise SMPUserError(f"{where} got {stage!r}, {kind_of(stage)}; pass the number of a stage", code="SMP305")
         if not 0 <= stage < self.stages:

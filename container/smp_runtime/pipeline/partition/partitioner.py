@@ -109,6 +109,7 @@ class _PartitionSearch:
     def best(self) -> dict[str, int]:
         """Return the stage of every path."""
         stages, length = self.model.stages, len(self.parts.sequence)
+        # A try takes about length² · stages steps, so all tries together take a bounded number.
         most = max(stages, min(_MOST_PLACEMENTS, int(5e8 / (max(1, length) ** 2 * stages))))
         found = self._try_all() if stages ** len(self._free) <= most else self._improve()
         if found is None:
@@ -231,6 +232,7 @@ def _least(found: Iterable[_Found | None]) -> _Found | None:
 
 def _is_less(score: tuple[int, float, float], other: tuple[int, float, float]) -> bool:
     for one, two in zip(score, other, strict=True):
+        # Sums of the same costs in another order differ in their last digits.
         if abs(one - two) > 1e-9 * abs(two):
             return one < two
     return False
