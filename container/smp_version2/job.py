@@ -122,6 +122,10 @@ class _EngineParameters(ModelParallelParameters):
         self._version2 = parameters
         return self
 
+    def to_mp_parameters(self) -> dict[str, Any]:
+        """Return the settings of version 2, all of them: ranks compare these at the start."""
+        return self._version2.model_dump()
+
     def topology(self, world_size: int) -> Topology:
         """Lay the ranks out."""
         return self._version2.topology(world_size)

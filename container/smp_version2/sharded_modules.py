@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from smp_config.version2.parameters import Version2Parameters
     from smp_runtime.job.ranks import Ranks
+
+#: Numbers the meshes of this process.
+_numbers = itertools.count()
 
 
 def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
@@ -158,20 +162,31 @@ def _install_mesh(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], 
     if parameters.shard_degree(ranks.topology.world_size) == 0:
         return lambda: None
     function.__kwdefaults__ = {**defaults, "mesh": make_mesh(ranks)}
+    stop_sharing = shards.install_function(make_mesh(ranks, of_experts=True), ranks)
 
     def end() -> None:
+        stop_sharing()
         function.__kwdefaults__ = defaults
 
     return end
 
 
-def make_mesh(ranks: Ranks) -> DeviceMesh:
-    """Return the mesh of the ranks with this rank's tensor coordinate: replicas × shards, or shards alone."""
+def make_mesh(ranks: Ranks, *, of_experts: bool = False) -> DeviceMesh:
+    """Return the mesh of the ranks with this rank's tensor coordinate: replicas × shards, or shards alone.
+
+    Args:
+        of_experts: only the ranks that have this rank's experts.
+    """
     kind = ranks.device.type
+    replicas, members = (Group.EXPERT_REPLICA, Group.EXPERT_RDP) if of_experts else (Group.REPLICA, Group.RDP)
     shard = ranks.process_group(Group.SHARD)
-    if ranks.size(Group.REPLICA) == 1:
-        return DeviceMesh.from_group(shard, kind)
-    grid = torch.tensor(ranks.members(Group.RDP)).view(-1, ranks.size(Group.SHARD), ranks.size(Group.EP))
+    # PyTorch keeps results of operations by meshes, which are equal if their ranks and names are. That of an earlier job of this
+    # process has other groups, so it must have other names.
+    number = next(_numbers)
+    names = (f"replicate_{number}", f"shard_{number}")
+    if ranks.size(replicas) == 1:
+        return DeviceMesh.from_group(shard, kind, mesh_dim_names=names[1:])
+    inner = 1 if of_experts else ranks.size(Group.EP)
+    grid = torch.tensor(ranks.members(members)).view(-1, ranks.size(Group.SHARD), inner)
     rows = grid.transpose(1, 2).reshape(-1, ranks.size(Group.SHARD))
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group([ranks.process_group(Group.REPLICA), shard], kind, mesh=rows, mesh_dim_names=names)
+    return DeviceMesh.from_group([ranks.process_group(replicas), shard], kind, mesh=rows, mesh_dim_names=names)

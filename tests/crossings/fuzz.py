@@ -1,6 +1,7 @@
 """Runs drawn cases, and goes on where a report ends: ``make test-crossings SEED=1 COUNT=3000``.
 
-``make test-crossings CASE='{"topology": "tp2", "passes": 2}'`` runs one, as the report has it.
+``make test-crossings CASE='{"topology": "tp2", "passes": 2}'`` runs one, as the report has it. Every fourth case is one of version
+2 of the library; ``ONLY="version=2"`` draws no others.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 import torch
 from crossings.case import AXES, Case, draw
-from crossings.outcome import Outcome, Runner
+from crossings.outcome import AnyCase, Outcome, Runner
 from crossings.shrinking import shrink
+from crossings.version2_case import AXES as VERSION2_AXES
+from crossings.version2_case import Version2Case, draw_version2
+
+#: Of so many cases one is of version 2.
+_EVERY = 4
 
 
 @click.group()
@@ -44,7 +51,7 @@ def run(seed: str, count: int, only: tuple[str, ...], first: int, out: Path | No
         for number in range(first, first + count):
             if number in done:
                 continue
-            case = draw(seed, number, given)
+            case = _draw(seed, number, given)
             outcome = runner.run(case)
             kinds[outcome.kind] += 1
             if outcome.kind == "refused":
@@ -67,18 +74,30 @@ def run(seed: str, count: int, only: tuple[str, ...], first: int, out: Path | No
 def case(text: str) -> None:
     """Run one case, given as JSON."""
     with Runner() as runner:
-        given = Case.from_json(text)
+        is_version_2 = json.loads(text).get("version") == 2
+        given: AnyCase = Version2Case.from_json(text) if is_version_2 else Case.from_json(text)
         outcome = runner.run(given)
         _tell(0, given, outcome)
     sys.exit(outcome.is_fault)
 
 
+def _draw(seed: str, number: int, given: Mapping[str, object]) -> AnyCase:
+    """Draw a case of the version that is given, or else of the one that has the given fields and this number."""
+    fields = {name: value for name, value in given.items() if name != "version"}
+    default = 2 if number % _EVERY == _EVERY - 1 and fields.keys() <= VERSION2_AXES.keys() else 1
+    default = default if fields.keys() <= AXES.keys() else 2
+    is_version_2 = given.get("version", default) == 2
+    return draw_version2(seed, number, fields) if is_version_2 else draw(seed, number, fields)
+
+
 def _read_value(text: str) -> tuple[str, object]:
     """Return the field and the value of ``FIELD=VALUE``."""
     name, _, value = text.partition("=")
-    found = next((choice for choice in AXES.get(name, ()) if str(choice).lower() == value.lower()), None)
+    choices = {"version": (1, 2)}.get(name, (*AXES.get(name, ()), *VERSION2_AXES.get(name, ())))
+    found = next((choice for choice in choices if str(choice).lower() == value.lower()), None)
     if found is None:
-        raise click.BadParameter(f"{text}: fields are {', '.join(AXES)}; of this one {AXES.get(name, ())}")
+        fields = ", ".join(dict.fromkeys(["version", *AXES, *VERSION2_AXES]))
+        raise click.BadParameter(f"{text}: fields are {fields}; of this one {choices}")
     return name, found
 
 
@@ -90,7 +109,7 @@ def _read(out: Path, seed: str) -> dict[int, dict[str, object]]:
     return {line["number"]: line for line in lines if line["seed"] == seed}
 
 
-def _tell(number: int, given: Case, outcome: Outcome) -> None:
+def _tell(number: int, given: AnyCase, outcome: Outcome) -> None:
     click.echo(f"{number} {outcome.kind} after {outcome.seconds:.1f} s: {given.to_json()}")
     click.echo("  " + outcome.detail[-1500:].replace("\n", "\n  "))
 

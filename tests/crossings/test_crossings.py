@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from crossings import version2_case
 from crossings.alone import Alone
 from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
 from crossings.outcome import Runner
 from crossings.shrinking import shrink
+from crossings.version2_case import Version2Case, draw_version2
+from crossings.version2_events import AloneInVersion2
 from support.ranks.rank_pool import MOST_RANKS
 
 if TYPE_CHECKING:
@@ -196,9 +199,49 @@ def test_every_value_is_drawn() -> None:
         assert Case.from_json(case.to_json()) == case
 
 
+#: The same for version 2 of the library.
+VERSION_2 = {
+    "shards of experts beside other replicas": Version2Case(
+        topology="ep2-s2", shards_by="function", units="blocks", optimizer="adam", clipping="library", passes=2,
+        without_sync=True, net="tabled", events=(Event(2, "resume_async", "ep2-dp2"), Event(4, "resume_full", "script4")),
+    ),
+    "layers that are split, created late, offloaded and resumed without": Version2Case(
+        topology="tp2-s2", units="layers", checkpointing="offload", horizon=1, delayed="meta", optimizer="adamw", passes=2,
+        net="llama", events=(Event(1, "evaluate"), Event(3, "resume_full", "s4")),
+    ),
+    "the first rank's weights in half precision, and a local checkpoint": Version2Case(
+        topology="s2", units="blocks", strategy="SHARD_GRAD_OP", precision="bf16", checkpointing="reentrant", delayed="rank0",
+        grouped=True, clipping="own", net="initialised", events=(Event(2, "resume_local", "s2"), Event(3, "summon_weights")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERSION_2)
+def test_a_combination_of_version_2_trains_as_one_process(runner: Runner, name: str) -> None:
+    outcome = runner.run(VERSION_2[name])
+    assert (outcome.kind, outcome.detail) == ("equal", "")
+
+
+def test_every_value_of_version_2_is_drawn() -> None:
+    drawn = [draw_version2(3, number) for number in range(2000)]
+    assert drawn[:50] == [draw_version2(3, number) for number in range(50)]
+    for name, values in version2_case.AXES.items():
+        found = Counter(getattr(case, name) for case in drawn)
+        assert min(found[value] for value in values) >= 25, (name, found)
+    events = Counter(event.kind for case in drawn for event in case.events)
+    assert min(events[kind] for kind in version2_case.EVENTS) >= 60, events
+    assert all(case.is_comparable for case in drawn)
+    for case in drawn[:200]:
+        assert Version2Case.from_json(case.to_json()) == case
+
+
 def test_a_difference_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Alone, "lower_rate", lambda self, step: None)  # the job does it
     outcome = runner.run(Case(topology="dp2", events=(Event(2, "lower_rate"),)))
+    assert outcome.kind == "wrong"
+    assert "losses[3]" in outcome.detail
+    monkeypatch.setattr(AloneInVersion2, "lower_rate", lambda self, step: None)
+    outcome = runner.run(Version2Case(topology="s2", events=(Event(2, "lower_rate"),)))
     assert outcome.kind == "wrong"
     assert "losses[3]" in outcome.detail
 
@@ -213,3 +256,9 @@ def test_shrinking_keeps_what_the_fault_needs() -> None:
         return tp > 1 and other.passes == 2 and any(event.kind == "freeze" for event in other.events)
 
     assert shrink(case, is_fault) == Case(topology="tp2", passes=2, events=(Event(2, "freeze"),))
+    late = Version2Case(
+        topology="tp2-s2", optimizer="adam", net="llama", events=(Event(1, "fail"), Event(2, "lower_rate"))
+    )
+    assert shrink(late, lambda other: other.splits and other.optimizer == "adam") == Version2Case(
+        topology="tp2", optimizer="adam"
+    )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from crossings.case import BATCH, STEPS, Case, Event
-from crossings.nets import LENGTH, NETS, Batch
+from crossings.nets import LENGTH, Batch
+from crossings.version2_nets import find_net
 from support.models.models import part
 from torch import nn
 
@@ -102,7 +103,7 @@ class Training:
     scale = 1.0
 
     def __init__(self, case: Case) -> None:
-        self.case, self.net, self.topology = case, NETS[case.net], case.topology
+        self.case, self.net, self.topology = case, find_net(case.net), case.topology
         self.record = Record()
         self.is_frozen = self.is_resting = False
         self.lacks_group = case.later_group

@@ -49,6 +49,23 @@ def test_shared_experts_train_as_in_one_process(ranks: Any, make: Any, config: d
 
 
 @pytest.mark.parametrize(
+    ("make", "config", "tolerance"),
+    [
+        (make_listed, {"hybrid_shard_degree": 2}, 1e-9),
+        (make_tabled, {"hybrid_shard_degree": 1}, 1e-9),
+        (make_mixtral, {"tensor_parallel_degree": 2}, 1e-5),  # its router computes in float32
+    ],
+)
+def test_fully_shard_shares_experts_out(ranks: Any, make: Any, config: dict[str, Any], tolerance: float) -> None:
+    config = {"expert_parallel_degree": 2, **config}
+    for found in ranks(lambda: training.train_by_function(config, make, VOCABULARY), 4, init=False, timeout=120):
+        assert found["names"] == set()
+        assert max(found["apart"].values()) < tolerance, found["apart"]
+        assert found["norms"] < tolerance
+        assert found["held"] < 0.6 * found["whole"]
+
+
+@pytest.mark.parametrize(
     ("make", "way"),
     [
         (make_listed, "sinkhorn"),
@@ -189,7 +206,9 @@ def _refuse(kind: str) -> str:
             if kind == "not wrapped":
                 model(ids)
             elif kind == "fully_shard":
-                fully_shard(model)(ids)
+                from torch.distributed.device_mesh import DeviceMesh
+
+                fully_shard(model, mesh=DeviceMesh.from_group(tsm.state.shard_process_group, "cpu"))
             elif kind == "joined":
                 FullyShardedDataParallel(model, use_orig_params=False)
             elif kind == "groups":
@@ -224,8 +243,8 @@ def test_what_cannot_be_shared_out_is_named(ranks: Any) -> None:
         "other results": "computes something else when its experts are called one by one",
         "own forward": "blocks.1.mixture has a forward of its own",
         "shared bias": "bias in its experts does not belong to one expert each",
-        "not wrapped": "wrap the transformed model by it",
-        "fully_shard": "not by fully_shard",
+        "not wrapped": "give the transformed model to one of them",
+        "fully_shard": "fully_shard got groups of 1 ranks",
         "joined": "pass use_orig_params=True",
         "groups": "got groups of 1 ranks, and 2 ranks have what is no expert",
     }

@@ -51,6 +51,24 @@ def test_fully_shard_takes_the_jobs_groups(ranks: Any, config: dict[str, Any], w
         assert found["held"] < 0.6 * found["whole"] / config.get("tensor_parallel_degree", 1)
 
 
+def _find_sizes(config: dict[str, Any]) -> list[int]:
+    """Return the sizes of the groups that shard a parameter, and one made from it by an operation."""
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import fully_shard
+
+    tsm.init(config)
+    weight: Any = fully_shard(torch.nn.Linear(3, 3)).weight
+    found = [tensor.device_mesh.get_group().size() for tensor in (weight, weight.detach())]
+    tsm.shutdown()
+    return found
+
+
+def test_a_second_job_of_a_process_has_groups_of_its_own(ranks: Any) -> None:
+    """PyTorch keeps results of operations for meshes of the same ranks, with groups of the first job."""
+    assert ranks(_find_sizes, 1, {"hybrid_shard_degree": 1}, init=False) == [[1, 1]]
+    assert ranks(_find_sizes, 2, {"tensor_parallel_degree": 2}, init=False) == [[1, 1], [1, 1]]
+
+
 class _MostlyFrozen(torch.nn.Module):
     """The second rank's shard has frozen elements only."""
 

@@ -51,12 +51,12 @@ class SharedExperts(nn.Module):
         return range(self.group.rank * count, (self.group.rank + 1) * count)
 
     def check(self) -> None:
-        """Raise an error if a pass with gradients begins, and no one would average them over the right ranks."""
+        """Raise an error if a pass with gradients begins, and nothing would average them over the right ranks."""
         if self.group.size > 1 and not self.is_sharded and torch.is_grad_enabled():
             raise SMPUserError(
-                "the experts of this model are shared out (expert_parallel_degree), and only FullyShardedDataParallel averages "
-                "their gradients over the ranks with the same experts: wrap the transformed model by it, not by fully_shard or "
-                "DistributedDataParallel, before it is called",
+                "the experts of this model are shared out (expert_parallel_degree), and only FullyShardedDataParallel and "
+                "fully_shard average their gradients over the ranks with the same experts: give the transformed model to one of "
+                "them, not to DistributedDataParallel, before it is called",
                 code="SMP303",
             )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
@@ -16,6 +17,7 @@ from smp_version2.moe.experts import SharedExperts, find_experts
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from smp_runtime.job.ranks import Ranks
 
@@ -53,8 +55,12 @@ def leave_out(given: dict[str, Any], experts: list[SharedExperts]) -> dict[str, 
     }
 
 
-def require_all_ranks(given: dict[str, Any], ranks: Ranks) -> None:
-    """Raise an error if a script's own groups do not average over all ranks."""
+def require_all_ranks(given: dict[str, Any], ranks: Ranks, who: str = "FullyShardedDataParallel") -> None:
+    """Raise an error if a script's own groups do not average over all ranks.
+
+    Args:
+        who: got them, as the subject of the message.
+    """
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if mesh is not None:
         found = mesh.size()
@@ -65,8 +71,8 @@ def require_all_ranks(given: dict[str, Any], ranks: Ranks) -> None:
     wanted = ranks.size(Group.RDP)
     if found != wanted:
         raise SMPUserError(
-            f"FullyShardedDataParallel got groups of {found} ranks, and {wanted} ranks have what is no expert: leave "
-            "process_group and device_mesh out, or pass groups of all of them",
+            f"{who} got groups of {found} ranks, and {wanted} ranks have what is no expert: leave "
+            "process_group, device_mesh and mesh out, or pass groups of all of them",
             code="SMP303",
         )
 
@@ -99,6 +105,41 @@ def note_wrapped(unit: FullyShardedDataParallel) -> None:
     experts: Any = unit.module
     experts.is_sharded = True
     unit.register_state_dict_post_hook(functools.partial(_put_all, experts=experts))
+
+
+def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
+    """Let ``fully_shard`` shard experts over the ranks that have the same ones; return the function that ends it.
+
+    Scripts hold PyTorch's function already, so the one inside its decorator is replaced. If a release has no place for it, experts
+    that no unit shards refuse their first pass.
+
+    Args:
+        mesh: of those ranks.
+    """
+    inner = inspect.unwrap(fully_shard)
+    cells = [cell for cell in getattr(fully_shard, "__closure__", None) or () if cell.cell_contents is inner]
+    if ranks.size(Group.EP) == 1 or not cells:
+        return lambda: None
+
+    @functools.wraps(inner)
+    def shard(module: Any, **given: Any) -> Any:
+        outermost = module if isinstance(module, (list, tuple)) else [module]
+        experts = [each for root in outermost for each in find_unsharded(root)]
+        if experts and given.get("mesh") is not None:
+            require_all_ranks({"device_mesh": given["mesh"]}, ranks, "fully_shard")
+        for each in experts:
+            each.is_sharded = True
+            if each not in outermost:
+                fully_shard(each, **{**given, "mesh": mesh})
+        # A unit of experts alone: no one else has its parameters.
+        return inner(module, **({**given, "mesh": mesh} if set(experts) >= set(outermost) else given))
+
+    cells[0].cell_contents = shard
+
+    def end() -> None:
+        cells[0].cell_contents = inner
+
+    return end
 
 
 def _put_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, experts: SharedExperts) -> None:

@@ -106,6 +106,40 @@ def train(
     }
 
 
+def train_by_function(config: dict[str, Any], make: Any, vocabulary: int) -> dict[str, Any]:
+    """Train a model that ``fully_shard`` has sharded, and compare the whole state with that of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    from smp_version2.clipping import clip_grad_norm_
+    from smp_version2.layer_classes import TransformerLayer
+    from support.training.version2_whole import gather_state
+
+    with checkpoints.joined(config) as tsm:
+        torch.manual_seed(0)
+        model = make().double()
+        whole = copy.deepcopy(model)
+        model = tsm.transform(model)
+        for block in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        replicas, mine = tsm.state.world_size // tsm.state.tp_size, tsm.state.rank // tsm.state.tp_size
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            compute_loss(model, draw(step, mine, vocabulary)).backward()
+            norms.append(float(clip_grad_norm_(model, 0.5)))
+            optimizer.step()
+        wanted_norms = train_whole(whole, replicas, vocabulary, [])
+        wanted, found = whole.state_dict(), gather_state(model)
+        return {
+            "apart": {name: distance(found[name], value) for name, value in wanted.items()},
+            "norms": max(abs(one / other - 1) for one, other in zip(norms, wanted_norms, strict=True)),
+            "names": found.keys() ^ wanted.keys(),
+            "held": sum(parameter.to_local().numel() for parameter in model.parameters()),
+            "whole": sum(parameter.numel() for parameter in whole.parameters()),
+        }
+
+
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the full state dict, on every rank."""
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType

@@ -1,0 +1,312 @@
+"""A case of version 2 of the library: what is combined, drawn from a seed, and the settings of the job that it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from crossings.case import STEPS, Event
+from crossings.version2_nets import VERSION2_NETS
+
+#: Ranks, and the degrees of hybrid sharding, tensor and expert parallelism.
+TOPOLOGIES: dict[str, tuple[int, int, int, int]] = {
+    "one": (1, 0, 1, 1),
+    "script2": (2, 0, 1, 1),
+    "n2": (2, 1, 1, 1),
+    "s2": (2, 2, 1, 1),
+    "tp2": (2, 0, 2, 1),
+    "ep2": (2, 0, 1, 2),
+    "script4": (4, 0, 1, 1),
+    "s4": (4, 4, 1, 1),
+    "s2-dp2": (4, 2, 1, 1),
+    "tp2-s2": (4, 2, 2, 1),
+    "tp2-dp2": (4, 1, 2, 1),
+    "tp4": (4, 0, 4, 1),
+    "ep2-s2": (4, 2, 1, 2),
+    "ep2-dp2": (4, 1, 1, 2),
+    "ep4": (4, 0, 1, 4),
+    "tp2-ep2": (4, 0, 2, 2),
+}
+
+#: Of each axis the plain value first: shrinking goes there.
+AXES: dict[str, tuple[Any, ...]] = {
+    "topology": tuple(TOPOLOGIES),
+    "shards_by": ("wrapper", "function"),
+    "units": ("root", "blocks", "layers"),
+    "strategy": ("script", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
+    "joined": (False, True),
+    "precision": ("float64", "float32", "autocast", "bf16"),
+    "checkpointing": ("none", "each", "some", "reentrant", "offload"),
+    "own_offloading": (True, False),
+    "horizon": (2, 1, 3),
+    "delayed": ("none", "meta", "rank0"),
+    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"),
+    "clipping": ("none", "library", "own"),
+    "passes": (1, 2),
+    "without_sync": (False, True),
+    "grouped": (False, True),
+    "zeroes": (False, True),
+    "begins_frozen": (False, True),
+    "use": ("once", "twice", "teacher"),
+    "net": tuple(VERSION2_NETS),
+}
+
+#: What happens between two steps; ``resume…`` may go to another topology of as many ranks.
+EVENTS = (
+    "evaluate",
+    "double_batch",
+    "shorten_samples",
+    "resume_full",
+    "resume_sharded",
+    "resume_async",
+    "resume_local",
+    "reload_state",
+    "change_weights",
+    "summon_weights",
+    "scale_gradients",
+    "scale_clipped",
+    "leave_pass_out",
+    "lower_rate",
+    "drop_gradients",
+    "fail",
+    "write_buffers",
+)
+
+#: Models that :class:`DelayedParamIniter` creates without the script's help.
+_DRAWN_LATE = ("perceptron", "skips", "recurrent", "gpt2", "llama", "vit", "mixtral", "neox")
+#: Mixtures of experts that ranks can share out.
+_MIXTURES = ("listed", "tabled", "mixtral")
+#: Optimizers that are well conditioned where gradients are rounded.
+_ROUNDABLE = ("sgd", "momentum")
+_CHANGING = ("images", "averaging")
+
+
+@dataclass(frozen=True)
+class Version2Case:
+    """One combination; the fields but the last are those of :data:`AXES`."""
+
+    topology: str = "one"
+    shards_by: str = "wrapper"
+    units: str = "root"
+    strategy: str = "script"
+    joined: bool = False
+    precision: str = "float64"
+    checkpointing: str = "none"
+    own_offloading: bool = True
+    horizon: int = 2
+    delayed: str = "none"
+    optimizer: str = "sgd"
+    clipping: str = "none"
+    passes: int = 1
+    without_sync: bool = False
+    grouped: bool = False
+    zeroes: bool = False
+    begins_frozen: bool = False
+    use: str = "once"
+    net: str = "perceptron"
+    events: tuple[Event, ...] = ()
+
+    #: What trainings of version 1 have besides.
+    microbatches: ClassVar[int] = 1
+    hooked: ClassVar[bool] = False
+    later_group: ClassVar[bool] = False
+    is_half: ClassVar[bool] = False
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return TOPOLOGIES[self.topology][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters that the script makes."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the job computes in half precision."""
+        return self.precision in ("autocast", "bf16")
+
+    @property
+    def degrees(self) -> list[tuple[int, int, int, int]]:
+        """Return the degrees of all topologies of the case."""
+        names = (self.topology, *(event.goes_to for event in self.events if event.goes_to))
+        return [TOPOLOGIES[name] for name in names]
+
+    @property
+    def splits(self) -> bool:
+        """Return whether a rank has parts of tensors at any time."""
+        return any(tp > 1 for _, _, tp, _ in self.degrees)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Return whether a rank has some of the experts at any time."""
+        return any(ep > 1 for _, _, _, ep in self.degrees)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Return whether a job of these settings may be started, and does what one process does."""
+        return self == _fit(self)
+
+    def replicas(self, topology: str) -> int:
+        """Ranks that take another part of a batch each."""
+        world, _, tp, _ = TOPOLOGIES[topology]
+        return world // tp
+
+    def keeps_moments(self, former: str, later: str) -> bool:
+        """Return whether full state has all moments: those of split parameters and shared experts are a rank's own."""
+        return all(TOPOLOGIES[name][2:] == (1, 1) for name in (former, later))
+
+    def settings(self, topology: str) -> dict[str, Any]:
+        """Return what ``tsm.init`` gets."""
+        _, shard, tp, ep = TOPOLOGIES[topology]
+        return {
+            "hybrid_shard_degree": shard,
+            "tensor_parallel_degree": tp,
+            "expert_parallel_degree": ep,
+            "sm_activation_offloading": self.own_offloading,
+            "activation_loading_horizon": self.horizon,
+        }
+
+    def to_json(self) -> str:
+        """Return what differs from the plain case, as :meth:`from_json` reads it."""
+        plain = dataclasses.asdict(Version2Case())
+        differing = {name: value for name, value in dataclasses.asdict(self).items() if value != plain[name]}
+        return json.dumps({"version": 2, **differing})
+
+    @classmethod
+    def from_json(cls, text: str) -> Version2Case:
+        """Return the case of :meth:`to_json`."""
+        values: Mapping[str, Any] = json.loads(text)
+        events = tuple(Event(**event) for event in values.get("events", ()))
+        given = {name: value for name, value in values.items() if name != "version"}
+        return cls(**{**given, "events": events})
+
+
+def draw_version2(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -> Version2Case:
+    """Draw the case of that number in a row of cases; the same for the same seed.
+
+    Args:
+        given: values of axes that are not drawn.
+    """
+    chance = random.Random(f"version 2/{seed}/{number}")
+    values = {name: chance.choice(choices) for name, choices in AXES.items()} | dict(given or {})
+    if chance.random() < 0.4 and "precision" not in (given or {}):  # most faults are silent where nothing is rounded
+        values["precision"] = "float64"
+    if TOPOLOGIES[values["topology"]][3] > 1 and values["net"] not in _MIXTURES:
+        values["net"] = chance.choice(_MIXTURES)
+    case = Version2Case(**values)
+    events = _draw_events(chance, case)
+    return _fit(dataclasses.replace(case, events=events))
+
+
+def _draw_events(chance: random.Random, case: Version2Case) -> tuple[Event, ...]:
+    found: list[Event] = []
+    topology = case.topology
+    for step in sorted(chance.choices(range(STEPS), k=chance.choice((0, 1, 2, 3)))):
+        kind, goes_to = chance.choice(EVENTS), ""
+        if kind.startswith("resume"):
+            goes_to = topology = chance.choice(_fitting(kind, topology, case))
+        found.append(Event(step, kind, goes_to))
+    return tuple(found)
+
+
+def _fitting(kind: str, topology: str, case: Version2Case) -> list[str]:
+    """Return the topologies in which a training may go on."""
+    world, _, tp, ep = TOPOLOGIES[topology]
+    if kind == "resume_local":
+        return [topology]
+    found = []
+    for name, degrees in TOPOLOGIES.items():
+        fits = kind == "resume_full" or degrees[2:] == (tp, ep)
+        if degrees[0] == world and fits and (degrees[3] == 1 or case.net in _MIXTURES):
+            found.append(name)
+    return found
+
+
+def _fit(case: Version2Case) -> Version2Case:
+    """Return the case with plain values in place of those that do not go together."""
+    values = _fit_model(case) | _fit_sharding(case)
+    case = dataclasses.replace(case, **values)
+    events = tuple(dataclasses.replace(event, kind=_fit_event(event, case)) for event in case.events)
+    events = tuple(e if e.kind.startswith("resume") else dataclasses.replace(e, goes_to="") for e in events)
+    return dataclasses.replace(case, events=events)
+
+
+def _fit_model(case: Version2Case) -> dict[str, Any]:
+    net, values = VERSION2_NETS[case.net], dict[str, Any]()
+    if case.net in ("listed", "tabled") and case.is_rounded:  # other experts are chosen
+        values["precision"] = "float32"
+    exact = ("float64",) if case.net == "mixtral" else ("float64", "float32")
+    if values.get("precision", case.precision) not in exact and case.optimizer not in _ROUNDABLE:
+        values["optimizer"] = "momentum"
+    if case.delayed == "meta" and case.net not in _DRAWN_LATE:
+        values["delayed"] = "none"
+    if case.passes == 1:
+        values["without_sync"] = False
+    if (
+        case.checkpointing == "reentrant" and case.use == "twice"
+    ):  # FSDP's units fail in backward, also without the library
+        values["checkpointing"] = "each"
+    if case.checkpointing != "offload":
+        values |= {"own_offloading": True, "horizon": 2}
+    if case.units == "layers" and not net.from_transformers:  # modules that tsm.transform knows as blocks
+        values["units"] = "blocks"
+    return values
+
+
+def _fit_recomputation(case: Version2Case) -> dict[str, Any]:
+    """Return plain values in place of what PyTorch itself cannot do."""
+    if case.checkpointing != "none" and case.net in _CHANGING:  # forward runs twice, and changes buffers twice
+        return {"checkpointing": "none"}
+    # Blocks do not train if their inputs need no gradients, and units of FSDP fail in backward after two passes.
+    has_gradients = not case.begins_frozen and case.net not in ("adapters", "recurrent", "nested")
+    if case.checkpointing == "reentrant" and (case.use == "twice" or not has_gradients):
+        return {"checkpointing": "each"}
+    return {}
+
+
+def _fit_sharding(case: Version2Case) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if case.shards_by == "function":
+        values |= {"strategy": "script", "joined": False, "delayed": "none"}
+        if case.precision == "bf16" and case.net in ("averaging", "buffered"):  # it leaves buffers in float32
+            values["precision"] = "autocast"
+    if any(shard < 2 for _, shard, _, _ in case.degrees) and "HYBRID" in case.strategy:
+        values["strategy"] = "script"
+    # One flat parameter has one rate, and one answer to whether it trains.
+    mixes = case.net == "adapters" or case.begins_frozen
+    if case.joined and (case.splits or case.shares_experts or mixes):
+        values["joined"] = False
+    if values.get("joined", case.joined):
+        values["grouped"] = False
+    # FSDP's own norm cannot be had in float64 if a unit has no gradients.
+    has_norm = case.shards_by == "function" or case.precision != "float64" or not mixes
+    if case.clipping == "own" and (case.splits or case.shares_experts or not has_norm):
+        values["clipping"] = "library"
+    return values
+
+
+def _fit_event(event: Event, case: Version2Case) -> str:
+    """Return the event's kind, or another one that the case can have."""
+    kind, net = event.kind, VERSION2_NETS[case.net]
+    if kind == "shorten_samples" and not net.varies:
+        return "double_batch"
+    if kind == "write_buffers" and (net.from_transformers or case.net == "buffered"):
+        return "reload_state"
+    if kind == "fail" and case.net in _CHANGING:
+        return "evaluate"  # a step that failed has changed them all the same
+    if kind == "leave_pass_out" and case.passes == 1:
+        return "scale_gradients"
+    if kind == "drop_gradients" and case.joined and case.units == "root":
+        return "scale_gradients"
+    if case.shards_by == "function" and kind == "summon_weights":
+        return "change_weights"
+    if case.shards_by == "function" and kind == "resume_local":
+        return "resume_sharded"
+    return kind
