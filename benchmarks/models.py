@@ -28,9 +28,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from support.models.tiny_families import Family, families  # noqa: E402
-from support.ranks.rank_pool import RankFailed, RankPool  # noqa: E402
-from support.training.family_training import MODES, Distance, distance, note_alone  # noqa: E402 - found by the line above
+from support.models.tiny_families import Family, families
+from support.ranks.rank_pool import RankFailed, RankPool
+from support.training.family_training import MODES, Distance, distance, note_alone
 
 ALONE = "one process"
 DEADLINE = 90.0  # seconds for a family and mode

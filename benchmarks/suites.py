@@ -27,7 +27,7 @@ SUITES = (
     Suite(
         "data-parallel",
         "Data parallelism and sharded optimizer state",
-        "data_parallel.py",
+        "strategies/data_parallel.py",
         ("--rounds", "16"),
         ("--rounds", "3"),
         TURNS,
@@ -36,17 +36,17 @@ SUITES = (
     Suite(
         "sharded",
         "Sharded data parallelism",
-        "sharded_data_parallel.py",
+        "strategies/sharded_data_parallel.py",
         ("--rounds", "12"),
         ("--case", "2", "--rounds", "5"),
         TURNS,
         dict.fromkeys(("2", "4", "2x2"), ("time_ratio", 0.75)),
     ),
-    Suite("tensor-parallel", "Tensor parallelism", "tensor_parallel.py", (), ("--rounds", "20"), TURNS, {}),
+    Suite("tensor-parallel", "Tensor parallelism", "strategies/tensor_parallel.py", (), ("--rounds", "20"), TURNS, {}),
     Suite(
         "tp-plan",
         "Tensor parallelism of whole models",
-        "transformers_plans.py",
+        "strategies/transformers_plans.py",
         (),
         None,
         (*TURNS, Column("bytes ÷ peer's", "{bytes_ratio:.3f}")),
@@ -56,7 +56,7 @@ SUITES = (
     Suite(
         "pipeline",
         "Pipeline parallelism",
-        "pipeline.py",
+        "strategies/pipeline.py",
         _cases(*_STAGES, rounds=8),
         _cases("sleep", "sleep-zero-last", "torch", rounds=3),
         (
@@ -80,7 +80,7 @@ SUITES = (
     Suite(
         "checkpointing",
         "Activation checkpointing and offloading",
-        "activation_checkpointing.py",
+        "strategies/activation_checkpointing.py",
         (),
         ("--rounds", "3", "--strategy", "each", "--horizon", "2"),
         (
@@ -95,7 +95,7 @@ SUITES = (
     Suite(
         "checkpoints",
         "Checkpoints",
-        "checkpoints.py",
+        "long_jobs/checkpoints.py",
         (),
         ("--rounds", "2", "--layers", "8"),
         (
@@ -113,7 +113,7 @@ SUITES = (
     Suite(
         "compiling",
         "Compiled blocks",
-        "compiling.py",
+        "strategies/compiling.py",
         (),
         None,
         (
@@ -134,7 +134,7 @@ SUITES = (
     Suite(
         "starting",
         "Starting",
-        "starting.py",
+        "long_jobs/starting.py",
         ("--rounds", "7"),
         ("--rounds", "2"),
         (
@@ -149,7 +149,7 @@ SUITES = (
     Suite(
         "scaling",
         "Scaling, counted",
-        "scaling.py",
+        "strategies/scaling.py",
         (),
         None,
         (

@@ -1,7 +1,7 @@
 """A model of one billion parameters, created in shards and trained for two steps by four processes.
 
-    python benchmarks/one_billion.py             # needs about 20 GB of memory in all
-    python benchmarks/one_billion.py --layers 2  # the same, smaller
+    python benchmarks/strategies/one_billion.py             # needs about 20 GB of memory in all
+    python benchmarks/strategies/one_billion.py --layers 2  # the same, smaller
 
 Every rank draws all weights but keeps a quarter of each, so the model never exists as a whole; printed are the peaks of
 resident memory after creation and after two updates with AdamW in float32, and what theory needs.
@@ -16,9 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 #: Elements that may be gathered at once, and that a gradient bucket may have.
 MOST = 50_000_000

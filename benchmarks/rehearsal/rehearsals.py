@@ -1,8 +1,8 @@
 """The configurations that the documentation of model parallelism recommends, rehearsed and planned: verdict and peak of both.
 
-``python benchmarks/rehearsals.py [NAME ...]`` writes the rows of the table in docs/how-it-works/rehearsal.md; each takes a
-minute or two on two cores. The script is benchmarks/rehearsed_gpt.py, with models of Transformers, checkpointing of each layer,
-and AdamW. Nothing is claimed about speed on GPUs.
+``python benchmarks/rehearsal/rehearsals.py [NAME ...]`` writes the rows of the table in docs/how-it-works/rehearsal.md; each
+takes a minute or two on two cores. The script is ``rehearsed_gpt.py`` beside this one, with models of Transformers, checkpointing
+of each layer, and AdamW. Nothing is claimed about speed on GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensor parallel layers against DTensor's ``parallelize_module``: time in turns, and bytes against the minimum.
 
-    python benchmarks/tensor_parallel.py             # both cases, two ranks, on this machine's processors
-    python benchmarks/tensor_parallel.py --hidden 512 --rounds 100
+    python benchmarks/strategies/tensor_parallel.py             # both cases, two ranks, on this machine's processors
+    python benchmarks/strategies/tensor_parallel.py --hidden 512 --rounds 100
 
 Each case runs forward and backward of the same block twice in the same processes: with this library (``optimize:
 speed``, a common batch) and with the same block under ``ColwiseParallel`` and ``RowwiseParallel``, in turns A B A B …;
@@ -14,8 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import TRANSPORTS, print_machine, run_ranks, transports
 
 RANKS = 2

@@ -1,7 +1,7 @@
 """What a rank's record of where it is costs, per step and strategy; steps with and without it take turns in one job.
 
-    python benchmarks/watch_cost.py
-    python benchmarks/watch_cost.py --steps 4000 --width 256
+    python benchmarks/long_jobs/watch_cost.py
+    python benchmarks/long_jobs/watch_cost.py --steps 4000 --width 256
 
 Two figures: the time inside the calls that write the record, each timed (so that it is too high by the timing), and the
 difference between the median steps of blocks with and without it. The bound is 0.5 % of a step of 10 ms: 50 µs.
@@ -16,9 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine, run_ranks
 from torch import nn
 

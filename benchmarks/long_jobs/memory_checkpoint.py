@@ -1,8 +1,8 @@
 """What copies of the state in shared memory cost: per step and strategy, steps with and without one take turns in one job.
 
-    python benchmarks/memory_checkpoint.py
-    python benchmarks/memory_checkpoint.py --hidden 512 --steps 200
-    python benchmarks/memory_checkpoint.py --hosts 2
+    python benchmarks/long_jobs/memory_checkpoint.py
+    python benchmarks/long_jobs/memory_checkpoint.py --hidden 512 --steps 200
+    python benchmarks/long_jobs/memory_checkpoint.py --hosts 2
 
 Figures per strategy: the median step; the time inside ``smp.memory_checkpoint`` when it copies after every step, on the slowest
 rank, and its share of the step; the difference between median steps with and without it; the bytes of a copy over all ranks ÷ the
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from decoder import BATCH, SEQ, VOCABULARY, Gpt
 from launching import print_machine, run_ranks
 from torch import nn

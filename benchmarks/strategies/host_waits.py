@@ -1,7 +1,7 @@
 """How often the host waits for its device in a step, by strategy and line: on emulated devices, which count it.
 
-    python benchmarks/host_waits.py                # all strategies, as a table
-    python benchmarks/host_waits.py pipeline --lines
+    python benchmarks/strategies/host_waits.py                # all strategies, as a table
+    python benchmarks/strategies/host_waits.py pipeline --lines
 
 Every wait leaves the GPU without work for the time that the host needs to queue more. Each strategy trains twice, with
 some steps and with more; the difference is what a step costs, without preparation and end. Waits of the program itself,
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.ranks.rank_pool import RankPool
 from support.training.emulated_training import PATHS

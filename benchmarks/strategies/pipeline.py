@@ -1,7 +1,7 @@
 """Pipeline parallelism: idle time against the closed form, and time against PyTorch's own pipeline and one process.
 
-    python benchmarks/pipeline.py                    # all cases, on this machine's processors
-    python benchmarks/pipeline.py --case torch --rounds 20
+    python benchmarks/strategies/pipeline.py                    # all cases, on this machine's processors
+    python benchmarks/strategies/pipeline.py --case torch --rounds 20
 
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m + p − 1)(f
 + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core`` does. ``sleep-zero``:
@@ -24,11 +24,15 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from data_parallel import make_gpt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine, run_ranks
 
 FORWARD, BACKWARD = 0.020, 0.040

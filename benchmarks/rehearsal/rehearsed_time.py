@@ -1,7 +1,7 @@
 """Rehearsals against real steps: the makespan that durations of one process promise, and that of a job on this machine.
 
-    python benchmarks/rehearsed_time.py                  # all cases
-    python benchmarks/rehearsed_time.py --case gpt-pp2 --rounds 3
+    python benchmarks/rehearsal/rehearsed_time.py                  # all cases
+    python benchmarks/rehearsal/rehearsed_time.py --case gpt-pp2 --rounds 3
 
 A case is a script of this file. It runs in one process with ``SMP_TIMELINE``, which records what each module takes for a
 microbatch; it is rehearsed with ``measured=`` that timeline at the case's degrees; and it runs as a job of these degrees, whose
@@ -27,9 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEPT, STEPS = 20, 34
 
 #: By name: what is trained, ranks, and parameters.

@@ -1,6 +1,6 @@
 """What it costs to watch a training: steps of a small GPT in one process with and without each way, in turns.
 
-    python benchmarks/tracking.py [--hidden 256] [--steps 300] [--ways points,lines,tensorboard,mlflow]
+    python benchmarks/long_jobs/tracking.py [--hidden 256] [--steps 300] [--ways points,lines,tensorboard,mlflow]
 
 Blocks of steps alternate, so that what else the machine does meets all kinds alike; the medians of blocks are compared. `points` is
 what is done for any tracker, with one that drops them; `tensorboard` and `mlflow` need their packages.
@@ -32,7 +32,7 @@ from smp_tools.tracking.run import TrackedRun
 from smp_tools.tracking.tracker import UpdateTracker
 from smp_tools.tracking.writer import Writer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "entrypoints"))
 from train_gpt import GPT, GPTConfig
 
 BLOCK = 10

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from decoder import BATCH, SEQ, VOCABULARY, Gpt
 from torch import nn
 

@@ -1,7 +1,7 @@
 """How long until something happens: imports, and from the launcher's start to the end of the first training step.
 
-    python benchmarks/starting.py
-    python benchmarks/starting.py --rounds 20 --only import
+    python benchmarks/long_jobs/starting.py
+    python benchmarks/long_jobs/starting.py --rounds 20 --only import
 
 ``import``: a process that imports ``smdistributed.modelparallel.torch`` and ends, beside one that imports ``torch``. ``fit()``:
 from the call of ``SMPEstimator.fit()`` with two processes of this machine to the end of the first training step of rank 0, beside
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 
 _STEP = """

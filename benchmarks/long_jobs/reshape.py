@@ -1,7 +1,7 @@
 """What going over to other degrees costs: a job that changes while it runs, beside one that saves, starts again and loads.
 
-    python benchmarks/reshape.py
-    python benchmarks/reshape.py --hidden 512
+    python benchmarks/long_jobs/reshape.py
+    python benchmarks/long_jobs/reshape.py --hidden 512
 
 Per change on two ranks: the time in ``smp.reshape`` and what the next step takes more than those after it (a pipeline is traced
 there, and tensors move then); bytes that came from the other rank, of both ranks, ÷ what each needs and had not, counted element by
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from decoder import BATCH, SEQ, VOCABULARY, Gpt
 from launching import print_machine, run_ranks
 from torch import nn

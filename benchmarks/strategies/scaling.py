@@ -1,7 +1,7 @@
 """Strong and weak scaling as shapes: what a rank sends, holds and computes with 1 to 64 ranks, counted by rehearsals.
 
-    python benchmarks/scaling.py
-    python benchmarks/scaling.py --ranks 8 64 --case replicas
+    python benchmarks/strategies/scaling.py
+    python benchmarks/strategies/scaling.py --ranks 8 64 --case replicas
 
 The GPT of the main job, larger (24 layers, hidden 1,024), as the script ``entrypoints/train_gpt.py`` trains it, on
 ml.p4d.24xlarge (8 ranks on each): no cluster is there, the ranks' own code runs on tensors without memory (docs/rehearsal.md).
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 
 from smp_estimator.rehearsal import rehearse
@@ -26,7 +28,7 @@ from smp_estimator.rehearsal import rehearse
 if TYPE_CHECKING:
     from smp_estimator.rehearsal.result import Rehearsed
 
-SCRIPT = Path(__file__).resolve().parent.parent / "entrypoints" / "train_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "entrypoints" / "train_gpt.py"
 LAYERS, HIDDEN, SEQ = 24, 1024, 512
 STRONG, WEAK = 64, 4
 

@@ -1,6 +1,6 @@
 """What an update costs: processor time of ``optimizer.step()`` with the wrapper and in plain PyTorch, in turns, and operations.
 
-    python benchmarks/optimizer_step.py --rounds 25
+    python benchmarks/strategies/optimizer_step.py --rounds 25
 
 One process and one thread train the GPT of the other benchmarks (8 layers, hidden 256) in float32. Both sides update copies of it
 by the same optimizer, made without ``fused`` or ``foreach``. It is processor time, so that other programs change little.
@@ -11,10 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from data_parallel import make_gpt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {}, "Adam": {}, "SGD": {"lr": 0.1, "momentum": 0.9}, "Adagrad": {}}

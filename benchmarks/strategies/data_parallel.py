@@ -1,7 +1,7 @@
 """Data parallel training against PyTorch's own: time in turns, and bytes against the theoretical minimum.
 
-    python benchmarks/data_parallel.py            # all cases, on this machine's processors
-    python benchmarks/data_parallel.py --case zero --transport torch.distributed --rounds 20
+    python benchmarks/strategies/data_parallel.py            # all cases, on this machine's processors
+    python benchmarks/strategies/data_parallel.py --case zero --transport torch.distributed --rounds 20
 
 Each case trains the same GPT (8 layers, hidden 256) twice in the same processes: with this library and with the peer, in
 turns A B A B …; reported is the median of the ratios of neighbours. First both go over torch.distributed; then this library's
@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import PEERS, TRANSPORTS, print_machine, run_ranks, transports
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CASES = {
     "single": (1, "plain PyTorch", {}),
     "ddp": (2, "torch DDP", {"ddp": True}),

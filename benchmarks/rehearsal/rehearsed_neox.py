@@ -1,7 +1,7 @@
 r"""A GPT of the size of GPT-NeoX-20B, of plain modules, as it is rehearsed on 1,024 GPUs.
 
-smp-estimator rehearse benchmarks/rehearsed_neox.py --instance ml.p4d.24xlarge --count 128 --only-first-ranks --parameters \
-    '{"ddp": true, "pipeline_parallel_degree": 4, "microbatches": 8, "sharded_data_parallel_degree": 32, "bf16": true}'
+smp-estimator rehearse benchmarks/rehearsal/rehearsed_neox.py --instance ml.p4d.24xlarge --count 128 --only-first-ranks \
+    --parameters '{"ddp": true, "pipeline_parallel_degree": 4, "microbatches": 8, "sharded_data_parallel_degree": 32, "bf16": true}'
 """
 
 import torch

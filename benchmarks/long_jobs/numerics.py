@@ -1,7 +1,7 @@
 """What recording numbers and guards cost: steps of a small GPT with every step recorded, with every tenth, and guarded, in turns.
 
-    python benchmarks/numerics.py [--hidden 128] [--steps 60]
-    smp-launch run --processes 2 --parameters '{"pipeline_parallel_degree": 2, "microbatches": 4}' benchmarks/numerics.py
+    python benchmarks/long_jobs/numerics.py [--hidden 128] [--steps 60]
+    smp-launch run --processes 2 --parameters '{"pipeline_parallel_degree": 2, "microbatches": 4}' benchmarks/long_jobs/numerics.py
 
 Blocks of ten steps alternate with bare ones, so that what else the machine does meets both alike. The medians of ratios are
 printed, of times and of the seconds that all ranks' processors have computed.
@@ -28,7 +28,7 @@ from smp_runtime.job.session import Session, current_session
 from smp_tools.numerics.guard import UpdateGuard
 from smp_tools.numerics.recorder import NumericsRecorder
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "entrypoints"))
 from train_gpt import GPT, GPTConfig
 
 BLOCK = 10

@@ -1,8 +1,8 @@
 """The all-gather of SMDDP and training over it, between two hosts with a limited link, against the plain backend.
 
-    python benchmarks/smddp.py                    # 2 hosts × 2 ranks and 2 × 4; as root, on Linux
-    python benchmarks/smddp.py --ranks-per-host 2 --rounds 5
-    python benchmarks/smddp.py --delay-ms 0       # the kernel's queue alone: no delay, and no relay
+    python benchmarks/strategies/smddp.py                    # 2 hosts × 2 ranks and 2 × 4; as root, on Linux
+    python benchmarks/strategies/smddp.py --ranks-per-host 2 --rounds 5
+    python benchmarks/strategies/smddp.py --delay-ms 0       # the kernel's queue alone: no delay, and no relay
 
 Two network namespaces are the hosts; 1 Gbit/s goes between them each way and takes 1 ms more, on a wire that a process of
 its own carries (``wire.py``; it takes a part of a CPU, the same for all sides). What one TCP connection gets of each link
@@ -34,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 from namespaces import DELAY, measure, received, run_ranks_on, two_hosts, why_not
 
@@ -120,7 +121,7 @@ def make_gpt() -> Any:
     """The model of the main job, with much to gather and little to compute."""
     import torch
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "entrypoints"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "entrypoints"))
     import train_gpt
 
     torch.manual_seed(0)

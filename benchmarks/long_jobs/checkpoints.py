@@ -1,7 +1,7 @@
 """Checkpoints: how long a save stalls training, at once and asynchronously; time and memory of loading; beside PyTorch's DCP.
 
-    python benchmarks/checkpoints.py                 # 32 million parameters, two ranks, this machine's disk
-    python benchmarks/checkpoints.py --ranks 1 --hidden 512 --folder /mnt/slow
+    python benchmarks/long_jobs/checkpoints.py                 # 32 million parameters, two ranks, this machine's disk
+    python benchmarks/long_jobs/checkpoints.py --ranks 1 --hidden 512 --folder /mnt/slow
 
 Each round saves once at once and once with ``async_save``, and so does torch.distributed.checkpoint (DCP) with the same model
 under FSDP2, all in turns; the *stall* is the time that the call takes away from training. ``reshard``: the checkpoint of all
@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine, run_ranks
 from torch import nn
 

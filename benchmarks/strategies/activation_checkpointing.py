@@ -1,7 +1,7 @@
 """What activation checkpointing and offloading cost and save, per strategy, in one process.
 
-    python benchmarks/activation_checkpointing.py
-    python benchmarks/activation_checkpointing.py --device cuda --layers 24 --hidden 2048 --seq 2048 --batch 4
+    python benchmarks/strategies/activation_checkpointing.py
+    python benchmarks/strategies/activation_checkpointing.py --device cuda --layers 24 --hidden 2048 --seq 2048 --batch 4
 
 A GPT is trained with and without checkpointing in turns (A B A B …); reported is the median of the ratios of neighbours.
 Bytes are counted at every operation (``live_bytes.py``), and divided by the formula of
@@ -24,10 +24,12 @@ from pathlib import Path
 
 import torch
 import torch.utils.checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from live_bytes import LiveBytes
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "entrypoints"))
 
 

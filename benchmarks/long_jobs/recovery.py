@@ -1,7 +1,7 @@
 """Ranks that are killed: how soon training goes on with this library, with torchrun and DCP, and with torchft.
 
-    python benchmarks/recovery.py
-    python benchmarks/recovery.py --kills 20 --topologies --torchft-python /path/to/python
+    python benchmarks/long_jobs/recovery.py
+    python benchmarks/long_jobs/recovery.py --kills 20 --topologies --torchft-python /path/to/python
 
 The same small GPT, two data parallel ranks on one machine. Again and again a rank drawn by chance gets SIGKILL at a moment drawn by
 chance. Systems take turns, a job of ``--kills`` ÷ ``--rounds`` kills at a time, so that other load meets all alike.
@@ -39,10 +39,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine
 
 _RANKS = Path(__file__).with_name("recovery_ranks.py")
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _RESTARTS = 1000
 
 #: Steps, at most, between the step in which a job has recovered and the next kill; seconds, at most, within that step.

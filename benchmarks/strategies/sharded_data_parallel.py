@@ -1,7 +1,7 @@
 """Sharded data parallel training against PyTorch's FSDP2: time in turns, and bytes against the theoretical minimum.
 
-    python benchmarks/sharded_data_parallel.py                 # two ranks, one group of four, and two groups of two
-    python benchmarks/sharded_data_parallel.py --case 2x2 --rounds 20
+    python benchmarks/strategies/sharded_data_parallel.py                 # two ranks, one group of four, and two groups of two
+    python benchmarks/strategies/sharded_data_parallel.py --case 2x2 --rounds 20
 
 Each case trains the same GPT (8 layers, hidden 256) twice in the same processes: with this library, everything sharded
 and at most two units gathered at once, and with FSDP2 (``fully_shard`` on every block and the root; HSDP with several
@@ -21,9 +21,10 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import TRANSPORTS, print_machine, run_ranks, transports
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 #: Ranks and sharding degree.
 CASES = {"2": (2, 2), "4": (4, 4), "2x2": (4, 2)}
 

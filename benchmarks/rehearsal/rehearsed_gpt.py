@@ -1,4 +1,4 @@
-"""Trains a model of Transformers with random tokens, as a script of a cluster does; benchmarks/rehearsals.py rehearses it."""
+"""Trains a model of Transformers with random tokens, as a script of a cluster does; ``rehearsals.py`` rehearses it."""
 
 from __future__ import annotations
 

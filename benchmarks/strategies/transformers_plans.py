@@ -1,7 +1,7 @@
 """Tensor parallelism of whole models against ``tp_plan="auto"`` of Transformers 5: losses, bytes and time per step, in turns.
 
-    python benchmarks/transformers_plans.py                       # four families, two ranks, on this machine's processors
-    python benchmarks/transformers_plans.py --family llama --rounds 100
+    python benchmarks/strategies/transformers_plans.py            # four families, two ranks, on this machine's processors
+    python benchmarks/strategies/transformers_plans.py --family llama --rounds 100
 
 Both sides train the same model from the same weights in the same processes: forward, backward and SGD, first some steps whose
 losses are compared with one process's, then steps in turns A B A B …; reported is the median of the ratios of neighbours. Bytes are
@@ -14,13 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from counting import BytesSent, CountingCollectives
 from launching import TRANSPORTS, print_machine, run_ranks, transports
 

@@ -1,7 +1,7 @@
 """``"compile": true`` against eager blocks: what is gained, how much of one process's gain is kept, and what compiling costs.
 
-    python benchmarks/compiling.py                  # one process, then two ranks: pipeline, sharded, tensor parallel
-    python benchmarks/compiling.py --case "tp 2" --rounds 8
+    python benchmarks/strategies/compiling.py                  # one process, then two ranks: pipeline, sharded, tensor parallel
+    python benchmarks/strategies/compiling.py --case "tp 2" --rounds 8
 
 A model of ``smp.nn.DistributedTransformerLayer`` as Llama's are (root mean square norms, rotary embedding, gated output layers) in
 float32 trains with AdamW. In the same processes steps run with compiled blocks and eagerly, in turns A B A B …; the gain is the
@@ -17,10 +17,12 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules that benchmarks share
 from launching import print_machine, run_ranks
 
 CASES = {
