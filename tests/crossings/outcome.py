@@ -30,6 +30,7 @@ AnyCase = Case | Version2Case
 #: Errors by which the library may refuse what is combined, and why.
 REFUSALS: dict[str, str] = {
     r"has written into \d+ tensors, or their gradients": "a script writes into late tensors before a pipeline's first step",
+    r"writes into sharded parameters in its forward pass": "a checkpointed module moves its own sharded parameters",
     r"was called again on stage \d+ in backward, by a checkpointed region around it": "a model checkpoints across stages",
     r"was frozen when the model was wrapped and has requires_grad now": "a layer frozen before smp.reshape trains again",
 }
@@ -188,3 +189,12 @@ def _different_state(case: AnyCase, alone: Record, record: Record, *, is_first: 
     if case.is_rounded and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
         return f"updates are off by {(off / moved) ** 0.5:.3g} of their norm"
     return ""
+
+
+def _has_not_moved(name: str, difference: torch.Tensor, alone: Record) -> bool:
+    """Return whether a buffer that changes lacks half of its change: what is added to it may be rounded away."""
+    if name in alone.parameters or name not in alone.first:
+        return False
+    moved = float((alone.last[name] - alone.first[name]).square().sum().sqrt())
+    noise = 1e-5 * float(alone.last[name].square().sum().sqrt())
+    return moved > 0 and float(difference.square().sum().sqrt()) > max(0.5 * moved, noise)
