@@ -54,6 +54,7 @@ def sharded_bytes(
     summed: int | None = None,
     accumulation: int = 1,
     keep_gathered: bool = False,
+    gathered: int | None = None,
 ) -> float:
     """Return the bytes of sharded data parallelism in two hops: k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
@@ -70,9 +71,10 @@ def sharded_bytes(
         summed: b of the gradients, if that is another.
         accumulation: k.
         keep_gathered: parameters stay gathered from forward to backward (2 instead of 3).
+        gathered: b of the parameters in gathers, if that is another.
     """
     gradients = elements * (summed or element_bytes)
-    gathers = (1 if keep_gathered else 2) * gather_bytes(degree, elements * element_bytes)
+    gathers = (1 if keep_gathered else 2) * gather_bytes(degree, elements * (gathered or element_bytes))
     inside = accumulation * (gathers + gather_bytes(degree, gradients))
     return inside + reduce_bytes(ranks // degree, gradients / degree)
 
@@ -151,7 +153,8 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     data, late, summed = 0.0, 0.0, summed_bytes(parameters)
     if degree > 1:
         passes = k * parameters.microbatches  # each gathers, and sums inside its group, for itself
-        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=passes)
+        gathered = 1 if parameters.fp8 else b  # of linear layers, the most by far
+        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=passes, gathered=gathered)
         late = reduce_bytes(ranks // degree, stage.elements * summed / degree)
     elif parameters.ddp:
         shares = parameters.shard_optimizer_state

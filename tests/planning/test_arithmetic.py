@@ -143,6 +143,7 @@ def test_plain_data_parallelism_and_primitives() -> None:
     assert net.gather_bytes(4, 100) == 75
     assert net.reduce_bytes(1, 100) == 0
     assert net.sharded_bytes(8, 8, 1e6, 4, keep_gathered=True) == pytest.approx(7.0e6)
+    assert net.sharded_bytes(8, 8, 1e6, 2, gathered=1) == pytest.approx(7 / 8 * (2 * 1e6 + 2e6))
     assert net.node_gather_bytes(16, 8, 100) == 50
     assert net.node_gather_bytes(16, 8, 100, hierarchical=False) == 93.75
 
