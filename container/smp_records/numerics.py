@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from smp_config.errors import ConfigError, show_value
+from smp_config.formats.strict_json import replace_non_finite
 from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY, MOST_RANKS
 
@@ -353,23 +354,13 @@ def moment_line(moment: RecordedMoment) -> str:
 
     JSON has no numbers that are not finite, so these are texts.
     """
-    values = [[_plain(item) for item in value] for value in moment.values]
+    values = [replace_non_finite(value) for value in moment.values]
     return (
         json.dumps(
             {"step": moment.step, "call": moment.call, "random": moment.random, "values": values}, separators=(",", ":")
         )
         + "\n"
     )
-
-
-def _plain(item: Any) -> Any:
-    if isinstance(item, tuple):
-        return [_plain(part) for part in item]
-    # JSON has no NaN and no infinity.
-    is_unwritable = isinstance(item, float) and not math.isfinite(item)
-    if is_unwritable:
-        return str(item)
-    return item
 
 
 def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:

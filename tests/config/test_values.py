@@ -1,9 +1,13 @@
-"""Counts as variables have them."""
+"""Counts as variables have them, and numbers as JSON has them."""
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
+from smp_config.formats.strict_json import parse, replace_non_finite
 from smp_config.formats.values import parse_count
 
 
@@ -27,3 +31,9 @@ from smp_config.formats.values import parse_count
 )
 def test_counts(text, count):
     assert parse_count(text, 1000) == count
+
+
+def test_numbers_that_json_lacks_are_texts():
+    given = {"rows": [1.5, (math.nan, [-math.inf])], "text": "nan", "none": None, "count": 3, "is": True}
+    written = json.dumps(replace_non_finite(given), allow_nan=False)
+    assert parse(written) == {"rows": [1.5, ["nan", ["-inf"]]], "text": "nan", "none": None, "count": 3, "is": True}

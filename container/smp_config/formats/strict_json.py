@@ -1,4 +1,4 @@
-"""JSON that others have written: read as it stands or refused, never half understood."""
+"""JSON: that of others is read as it stands or refused, never half understood; what is written can be read by all."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def parse(text: str) -> Any:
         if len(place) > MOST_LEVELS:
             raise ValueError(f"it has more than {MOST_LEVELS} levels of objects and lists")
     return value
+
+
+def replace_non_finite(value: Any) -> Any:
+    """Return a JSON value with texts instead of numbers that are not finite, because JSON has none: ``"nan"``, ``"-inf"``."""
+    if isinstance(value, dict):
+        return {name: replace_non_finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(part) for part in value]
+    is_unwritable = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_unwritable else value
 
 
 def unusable_text(value: Any) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from smp_config import Group
+from smp_config.formats.strict_json import replace_non_finite
 from smp_records.numerics import GRADIENT, GUARDS_VARIABLE, LOSS, OUTPUT, WEIGHT
 from smp_runtime.checkpoint.live_state import live_weights
 from smp_runtime.errors import NumericsError
@@ -334,7 +335,9 @@ class UpdateGuard:
             place = self._folder / "numerics-guard.json"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                place.write_text(json.dumps({**_plain(report), "message": text}, indent=1) + "\n", encoding="utf-8")
+                place.write_text(
+                    json.dumps({**replace_non_finite(report), "message": text}, indent=1) + "\n", encoding="utf-8"
+                )
                 logger.error("report: %s", place)
             except OSError as error:
                 logger.warning("the report cannot be written to %s (%s)", place, error.strerror or error)
@@ -345,18 +348,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     numbers = plain_numbers(tensor)
     wide = numbers.float() if numbers.element_size() == 1 else numbers  # PyTorch does not ask float8
     return bool(wide.isfinite().all())
-
-
-def _plain(value: Any) -> Any:
-    """Replace numbers that are not finite with strings, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    is_unwritable = isinstance(value, float) and not math.isfinite(value)
-    if is_unwritable:
-        return str(value)
-    return value
 
 
 def _hook(guard: UpdateGuard, name: str) -> Callable[..., None]:
