@@ -129,6 +129,7 @@ def real_device(device: Any) -> Any:
 
     CUDA devices and bare numbers mean the CPU; other devices are returned unchanged.
     """
+    # By exact types, as this runs in every call that makes or moves a tensor.
     kind = type(device)
     if kind is torch.device:
         if device.type != "cuda":
@@ -263,6 +264,7 @@ class _Runtime:
             return lambda *args: 0
         if name == "cudaMemGetInfo":
             return lambda device=None: memory_of_the_machine()
+        # Python asks for such names itself, and takes this error for a no.
         if name.startswith("__"):
             raise AttributeError(name)
         return make_refusal(f"torch.cuda.cudart().{name}", "it is a call of CUDA's own runtime")

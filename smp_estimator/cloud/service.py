@@ -151,6 +151,7 @@ def _address(value: Any) -> Any:
 
 def _is_of_sdk(value: Any, name: str) -> bool:
     """Return whether a channel is an object of this class of ``sagemaker.inputs``; only SDK v2 has that module."""
+    # Not imported: without the module there is no object of its classes.
     inputs = sys.modules.get("sagemaker.inputs")
     return inputs is not None and isinstance(value, getattr(inputs, name))
 

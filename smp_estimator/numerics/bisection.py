@@ -171,6 +171,7 @@ class Bisection:
         place = self._place(number)
         start = Start.of(run.heads[0])
         closeup = Closeup(self.suspect.step, self.suspect.module, str((place / "tensors").absolute()))
+        # Variables of a job around this process would mislead the new one; only the data are the same.
         environment = {name: value for name, value in os.environ.items() if not is_foreign(name)}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("SM_CHANNEL_")}
         environment |= {
@@ -192,6 +193,7 @@ class Bisection:
         folder = (self._place(number) / "checkpoints").absolute()
         folder.mkdir(parents=True)
         if self.checkpoints is not None:
+            # Only a link: a checkpoint is large, and the run saves its own beside it.
             saved = self.checkpoints[number].folder.absolute()
             (folder / saved.name).symlink_to(saved, target_is_directory=True)
             (folder / "newest").write_text(saved.name, encoding="utf-8")

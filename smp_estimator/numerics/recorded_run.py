@@ -139,6 +139,7 @@ def without_calls(totals: Totals) -> Totals:
             continue
         key = key._replace(nth=key.nth % NUMBERS_OF_CALL)
         if key not in made:
+            # A copy in all its parts, since merge() changes them.
             made[key] = replace(
                 total,
                 key=key,

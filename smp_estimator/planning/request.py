@@ -189,6 +189,7 @@ class Request:
         """Return the request with other ``settings`` (of mp_parameters) and other fields of request or workload."""
         parameters = self.parameters
         if settings:
+            # Only what was set: a default may depend on the settings that change.
             given = parameters.model_dump(by_alias=True, exclude_unset=True)
             parameters = ModelParallelParameters.from_mp_parameters({**given, **settings})
         own = {name: value for name, value in fields.items() if name in Request.__dataclass_fields__}
