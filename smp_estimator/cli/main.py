@@ -10,7 +10,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError, JobSettings, Topology
+from smp_config import ConfigError, Group, JobSettings, Topology
 from smp_config.error_codes import append_code
 from smp_config.errors import kind_of
 from smp_config.formats.values import parse_literal as _literal
@@ -184,9 +184,10 @@ def _checked(distribution: Any, kind: str, hosts: int) -> tuple[JobSettings, lis
 
 
 def _degrees(topology: Topology) -> str:
+    context = f"context {topology.context} × " if topology.context > 1 else ""
     return (
-        f"{topology.world_size} processes = pipeline {topology.pipeline} × tensor {topology.tensor} × {topology.rdp_size} "
-        f"replicas, sharded over {topology.sharded}, placement {topology.placement}"
+        f"{topology.world_size} processes = pipeline {topology.pipeline} × tensor {topology.tensor} × {context}"
+        f"{topology.size(Group.BATCH_RDP)} replicas, sharded over {topology.sharded}, placement {topology.placement}"
     )
 
 
@@ -198,15 +199,16 @@ def _degrees(topology: Topology) -> str:
 @click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="pipeline_parallel_degree")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="tensor_parallel_degree")
 @click.option("--sdp", type=click.IntRange(1), default=1, show_default=True, help="sharded_data_parallel_degree")
+@click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="context_parallel_degree")
 @click.option("--placement", default="cluster", show_default=True, help="cluster, spread or a permutation of DPT.")
 @click.option("--per-node", type=click.IntRange(1), default=8, show_default=True, help="Processes of a host.")
 @click.option("--png", type=click.Path(dir_okay=False, writable=True), help="Draw the groups into this file.")
-def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: int, png: str | None) -> None:
+def topology(world: int, pp: int, tp: int, sdp: int, cp: int, placement: str, per_node: int, png: str | None) -> None:
     """Show the groups of processes, as text and as a picture."""
     from smp_estimator.figures.topology import group_text, save_png
 
     letters = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
-    grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters)
+    grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters, context=cp)
     out = console()
     out.print(group_text(grid))
     if png:

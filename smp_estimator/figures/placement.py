@@ -23,7 +23,13 @@ _MOST_NAMED = 4096
 #: Colours that are explained one by one.
 _MOST_EXPLAINED = 4
 
-_GROUPS = {Group.PP: "pipeline", Group.TP: "tensor parallel", Group.SHARD: "sharded", Group.DP: "data parallel"}
+_GROUPS = {
+    Group.PP: "pipeline",
+    Group.TP: "tensor parallel",
+    Group.SHARD: "sharded",
+    Group.CONTEXT: "context parallel",
+    Group.DP: "data parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,12 @@ def picture_title(topology: Topology, per_node: int) -> str:
         over.append(f"tensor parallel over {topology.tensor}")
     if topology.sharded > 1:
         over.append(f"sharded over {topology.sharded}")
+    divides_model = bool(over)
+    if topology.context > 1:
+        over.append(f"sequences shared out over {topology.context}")
     copies, what = (
         topology.size(Group.REPLICA),
-        "each shard" if topology.sharded > 1 else "each part" if over else "the model",
+        "each shard" if topology.sharded > 1 else "each part" if divides_model else "the model",
     )
     over.append(_counted(copies, f"replica{{}} of {what}"))
     return f"{_counted(ranks, 'rank{}')} on {_counted(nodes, 'node{}')}: {', '.join(over)}"

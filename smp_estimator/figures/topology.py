@@ -18,11 +18,24 @@ _NAMES = {
     Group.PP: ("PPG", "pipeline parallelism"),
     Group.TP: ("TPG", "tensor parallelism"),
     Group.RDP: ("RDPG", "reduced data parallelism"),
+    Group.CONTEXT: ("CPG", "context parallelism"),
     Group.SHARD: ("SDPG", "sharded data parallelism"),
     Group.REPLICA: ("REPG", "replication of a shard"),
     Group.DP: ("DPG", "data parallelism"),
     Group.MP: ("MPG", "model replica"),
 }
+
+#: The order in which groups are shown. Of two kinds with the same members, the first is shown.
+_SHOWN = (
+    Group.TP,
+    Group.PP,
+    Group.CONTEXT,
+    Group.SHARD,
+    Group.DP,
+    Group.RDP,
+    Group.REPLICA,
+    Group.MP,
+)
 
 #: Ranks of one group are listed in full up to this many.
 _LISTED = 16
@@ -35,7 +48,7 @@ def shown_groups(topology: Topology) -> list[Group]:
     """
     found: list[Group] = []
     seen: list[list[list[int]]] = []
-    for group in (Group.TP, Group.PP, Group.SHARD, Group.DP, Group.RDP, Group.REPLICA, Group.MP):
+    for group in _SHOWN:
         members = topology.groups(group)
         if 1 < topology.size(group) < topology.world_size and members not in seen:
             found.append(group)
@@ -47,8 +60,8 @@ def group_text(topology: Topology) -> Any:
     """Return the groups as a rich table: one row per group, global ranks ascending."""
     degrees = (
         f"{topology.world_size} ranks: pipeline {topology.pipeline} × tensor {topology.tensor} × reduced data parallel "
-        f"{topology.rdp_size}, sharded over {topology.sharded}, replicated {topology.size(Group.REPLICA)} times, "
-        f"placement {topology.placement}"
+        f"{topology.rdp_size}, {_context(topology)}sharded over {topology.sharded}, "
+        f"replicated {topology.size(Group.REPLICA)} times, placement {topology.placement}"
     )
     table = Table()
     table.add_column("group", no_wrap=True)
@@ -60,6 +73,10 @@ def group_text(topology: Topology) -> Any:
         for number, members in enumerate(topology.groups(group)):
             table.add_row(f"{prefix}{number}", _ranks(members))
     return Lines(Text(degrees), table)
+
+
+def _context(topology: Topology) -> str:
+    return f"sequences shared out over {topology.context}, " if topology.context > 1 else ""
 
 
 def _ranks(members: list[int]) -> str:

@@ -10,6 +10,8 @@ class ModelParallel(dict[str, Any]):
         tensor_parallel_degree: int = 1,
         expert_parallel_degree: int = 1,
         sharded_data_parallel_degree: int = 1,
+        context_parallel_degree: int = 1,
+        context_parallel: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto",
         microbatches: int = 1,
         active_microbatches: int | None = None,
         virtual_stages: int = 1,
@@ -29,6 +31,7 @@ class ModelParallel(dict[str, Any]):
         shard_optimizer_state: bool = False,
         fp16: bool = False,
         bf16: bool = False,
+        fp8: bool = False,
         fp16_params: bool = False,
         offload_activations: bool = False,
         activation_loading_horizon: int = 4,
@@ -63,6 +66,8 @@ class ModelParallel(dict[str, Any]):
             expert_parallel_degree: Processes that share whole experts of a mixture out: all of a tensor parallel group; 1
                 splits each expert.
             sharded_data_parallel_degree: Processes that share parameters, gradients and optimizer state; 1 turns sharding off.
+            context_parallel_degree: Processes that share each sequence out, and read the same batch; above 1 needs ddp.
+            context_parallel: How keys and values travel in attention; auto: in the way that sends the fewest bytes.
             microbatches: Slices of a batch that run through the pipeline; 1 means none.
             active_microbatches: Most microbatches in flight at once; default: stages + 2, twice the stages with virtual_stages.
             virtual_stages: Pieces of the model that each pipeline stage owns: more idle less and send more.
@@ -85,6 +90,7 @@ class ModelParallel(dict[str, Any]):
             shard_optimizer_state: Optimizer state sharded over the ranks that hold the same parameters.
             fp16: Train in float16 with fp32 master weights and loss scaling.
             bf16: Train in bfloat16 with fp32 master weights.
+            fp8: Linear layers multiply numbers of 8 bits, with delayed scales; sharded weights are gathered in 8 bits.
             fp16_params: Initialise distributed modules in float16.
             offload_activations: Checkpointed activations wait in CPU memory.
             activation_loading_horizon: Pipeline tasks before its use at which an offloaded activation is loaded back.

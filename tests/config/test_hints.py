@@ -42,7 +42,6 @@ def test_more_active_microbatches_than_there_are_is_told():
         ("random_seed", "torch.manual_seed"),
         ("allow_empty_shards", '"sdp_param_persistence_threshold"'),
         ("fsdp_cache_flush_warnings", "torch.cuda.memory_stats"),
-        ("context_parallel_degree", '"optimize": "memory"'),
     ],
 )
 def test_a_setting_of_version_2_says_what_to_use(name, instead):

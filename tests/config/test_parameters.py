@@ -100,6 +100,8 @@ def test_defaults_that_follow_from_other_fields():
         {"ddp": True, "ddp_dist_backend": "smddp", "host_collectives": False},
         {"ddp": True, "ddp_dist_backend": "gloo", "host_collectives": True},
         {"host_collectives": True},
+        {"context_parallel_degree": 2, "ddp": True, "context_parallel": "ring", "sharded_data_parallel_degree": 4},
+        {"context_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True},
         *({"placement_strategy": p} for p in ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD")),
     ],
 )
@@ -116,6 +118,12 @@ def test_right_configurations_are_accepted(parameters):
         ({"tensor_parallel_degree": 2}, '"ddp": True'),
         ({"tensor_parallel_degree": 2, "ddp": False}, "ddp is false"),
         ({"sharded_data_parallel_degree": 2}, "needs data parallelism"),
+        ({"context_parallel_degree": 2}, "context_parallel_degree is 2, which needs data parallelism"),
+        ({"context_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2}, '"prescaled_batch": True'),
+        ({"context_parallel_degree": 2, "ddp": True, "compile": True}, "compile is true"),
+        ({"context_parallel_degree": 2, "ddp": True, "fp8": True}, "fp8 is true"),
+        ({"context_parallel_degree": 0}, "greater than or equal to 1"),
+        ({"context_parallel": "p2p"}, "'all_to_all'"),
         ({"expert_parallel_degree": 2}, "set tensor_parallel_degree to 2 too"),
         ({"expert_parallel_degree": 2, "tensor_parallel_degree": 4, "ddp": True}, "to 4 or to 1"),
         (

@@ -68,6 +68,25 @@ def test_of_all_degrees_that_fit_those_with_the_least_state_on_a_rank():
             assert other[0] * other[1] * other[2] <= found[0] * found[1] * found[2]
 
 
+@pytest.mark.parametrize(
+    ("before", "sharded", "ranks", "after"),
+    [
+        (4, 1, 4, (4, 1)),
+        (4, 1, 3, (1, 1)),
+        (4, 1, 2, (2, 1)),
+        (4, 1, 6, (2, 1)),
+        (2, 4, 4, (2, 4)),  # a copy of the state over several groups of sequences
+        (2, 4, 6, (2, 2)),
+        (4, 2, 2, (2, 2)),
+    ],
+)
+def test_sequences_stay_shared_out_over_as_many_ranks_as_fit(before, sharded, ranks, after):
+    found = shrink_to(given(sharded=sharded, context_parallel_degree=before), ranks)
+    assert (found.context_parallel_degree, found.sharded_data_parallel_degree) == after
+    topology = found.topology(ranks)
+    assert count_readers(found, ranks) == topology.size(Group.DP) // after[0]
+
+
 def test_other_settings_stay_and_follow_the_degrees():
     before = given(1, 4, microbatches=4, bf16=True, expert_parallel_degree=4)
     found = shrink_to(before, 2)

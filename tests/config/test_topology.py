@@ -86,17 +86,19 @@ def test_the_right_most_letter_varies_fastest(placement):
 
 
 @given(
-    st.integers(1, 4),
-    st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
     st.sampled_from(PLACEMENTS),
+    st.integers(1, 3),
     st.integers(1, 3),
 )
 @settings(max_examples=examples(33, 100), deadline=None)
-def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep):
+def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep, cp):
+    replicas *= cp
     world = pp * tp * sharded * replicas * ep
-    topology = Topology(world, pipeline=pp, tensor=tp, sharded=sharded, placement=placement, expert=ep)
+    topology = Topology(world, pipeline=pp, tensor=tp, sharded=sharded, placement=placement, expert=ep, context=cp)
     assert topology.size(Group.MP) * topology.size(Group.RDP) == world
     assert topology.size(Group.PP) * topology.size(Group.DP) == world
     assert pp * tp * topology.size(Group.RDP) == world
@@ -117,6 +119,16 @@ def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep):
         assert rdp[start : start + sharded] == members
         whole = topology.group_of(Group.RDP, members[0])
         assert rdp == whole[whole.index(members[0]) % ep :: ep]
+    # Ranks that share sequences out are neighbors among those with the same parameters; scripts count one of them each.
+    for members in topology.groups(Group.CONTEXT):
+        whole = topology.group_of(Group.RDP, members[0])
+        start = whole.index(members[0])
+        assert start % cp == 0
+        assert whole[start : start + cp] == members
+        assert len({topology.rank_in(Group.BATCH_RDP, rank) for rank in members}) == 1
+        assert len({topology.rank_in(Group.BATCH_DP, rank) for rank in members}) == 1
+    assert topology.size(Group.BATCH_RDP) * cp == topology.size(Group.RDP)
+    assert topology.global_batch(3, prescaled=False) == 3 * topology.size(Group.BATCH_DP)
     # Ranks that hold the same shard of what is no expert: one of each group that shares experts out, or its whole group.
     for members in topology.groups(Group.REPLICA):
         shares = {tuple(topology.group_of(Group.EP, rank)) for rank in members}
@@ -130,6 +142,8 @@ def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep):
         ({"world_size": 2, "pipeline": 4}, "start at least 4 processes"),
         ({"world_size": 8, "pipeline": 3}, "use 6 processes"),
         ({"world_size": 8, "tensor": 2, "sharded": 3}, "use one of 1, 2, 4"),
+        ({"world_size": 8, "tensor": 2, "context": 3}, "context_parallel_degree is 3"),
+        ({"world_size": 4, "context": 8}, "use one of 1, 2, 4"),
         ({"world_size": 8, "pipeline": 0}, "at least 1"),
         ({"world_size": 8, "placement": "XYZ"}, "permutation"),
     ],

@@ -45,6 +45,8 @@ def test_only_groups_that_say_something() -> None:
     assert shown_groups(Topology(1)) == [Group.DP]
     assert shown_groups(Topology(8, pipeline=2)) == [Group.PP, Group.DP]
     assert shown_groups(EXAMPLE) == [Group.TP, Group.SHARD, Group.RDP, Group.REPLICA]
+    assert shown_groups(Topology(8, tensor=2, context=2)) == [Group.TP, Group.CONTEXT, Group.RDP]
+    assert "CPG0" in _text(Topology(8, context=2))
     assert "(64 ranks)" in _text(Topology(64))
 
 
@@ -78,6 +80,11 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (Topology(8, pipeline=2), "8 ranks on 1 node: pipeline of 2 stages, 4 replicas of each part"),
         (Topology(12), "12 ranks on 2 nodes: 12 replicas of the model"),
         (Topology(8, sharded=8), "8 ranks on 1 node: sharded over 8, 1 replica of each shard"),
+        (
+            Topology(8, tensor=2, context=2),
+            "8 ranks on 1 node: tensor parallel over 2, sequences shared out over 2, 4 replicas of each part",
+        ),
+        (Topology(4, context=4), "4 ranks on 1 node: sequences shared out over 4, 4 replicas of the model"),
         (Topology(1), "1 rank on 1 node: 1 replica of the model"),
     ],
 )

@@ -60,12 +60,13 @@ class Layout:
             world = len(hosts)
             degrees = settings.model_parallel
             model = degrees.pipeline_parallel_degree * degrees.tensor_parallel_degree
-            if max(model, degrees.sharded_data_parallel_degree, world) > 1:
+            context = degrees.context_parallel_degree
+            if max(model, degrees.sharded_data_parallel_degree, context, world) > 1:
                 raise ConfigError(
                     f"the model parallel library is enabled but mpi is not, so every one of the {world} host(s) would run one "
                     f"process on its own; the degrees are pipeline {degrees.pipeline_parallel_degree}, tensor "
-                    f"{degrees.tensor_parallel_degree}, sharded {degrees.sharded_data_parallel_degree}; add "
-                    f'"mpi": {{"enabled": True, "processes_per_host": {max(model, 2)}}} to distribution',
+                    f"{degrees.tensor_parallel_degree}, sharded {degrees.sharded_data_parallel_degree}, context "
+                    f'{context}; add "mpi": {{"enabled": True, "processes_per_host": {max(model * context, 2)}}} to distribution',
                     code="SMP201",
                 )
         if not settings.uses_mpi:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from smp_config.shrink_degrees import describe_difference
+from smp_config.topology import Group
 from smp_launch.supervision.supervise import write_own_line
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def _smaller(former: Job, now: Job) -> str:
         return told
     changed = describe_difference(former.parameters, now.parameters)
     replicas = [
-        job.parameters.topology(job.layout.world_size).rdp_size for job in (former, now) if job.parameters is not None
+        job.parameters.topology(job.layout.world_size).size(Group.BATCH_RDP)
+        for job in (former, now)
+        if job.parameters is not None
     ]
     return f"{told}: {changed or 'the same degrees'}, replicas {replicas[0]} → {replicas[1]}"
