@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from support.matrix import sampled
 
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.context.attention import METHODS, attend, balance_documents, fused, plan, visibility, zigzag_indices
-from smp_runtime.context.attention.scores import Dropout
+from smp_runtime.context.attention.scores import PositionalDropout
 from smp_runtime.context.attention.traffic import counters_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -344,7 +345,7 @@ def _drop(methods):
     ]
     # Beside the formula.
     q, k, v = (each.clone().requires_grad_() for each in inputs)
-    factors = Dropout(0.3, 2**40 + 7, 0, heads).factors(2, heads, torch.arange(length), torch.arange(length))
+    factors = PositionalDropout(0.3, 2**40 + 7, 0, heads).factors(2, heads, torch.arange(length), torch.arange(length))
     hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
     weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     out = (weights * factors) @ v
@@ -357,11 +358,11 @@ def test_the_same_weights_drop_out_at_any_degree(ranks):
     for differences in ranks(_drop, 4, METHODS):
         assert max(differences) <= 1e-9
     places = torch.arange(300)
-    kept = Dropout(0.3, 1, 0, 2).factors(2, 2, places, places) > 0
+    kept = PositionalDropout(0.3, 1, 0, 2).factors(2, 2, places, places) > 0
     assert kept.double().mean().item() == pytest.approx(0.7, abs=0.003)
     for one, other in ((kept[0], kept[1]), (kept[:, 0], kept[:, 1]), (kept, kept.transpose(-1, -2))):
         assert (one == other).double().mean().item() == pytest.approx(0.58, abs=0.01)  # independent
-    again = Dropout(0.3, 2, 0, 2).factors(2, 2, places, places) > 0
+    again = PositionalDropout(0.3, 2, 0, 2).factors(2, 2, places, places) > 0
     assert (kept == again).double().mean().item() == pytest.approx(0.58, abs=0.01)
 
 
@@ -470,11 +471,54 @@ def test_operators_of_gpus_take_these_arguments(kind, masked):
         tile = torch.empty(2, 1, 50, 70, dtype=torch.bool) if masked else None
         bias, hidden = fused.as_bias(tile, q)
         assert hidden is None or hidden.shape == (2, 1, 50, 1)
-        operator = fused.Operator(kind, causal=False, scale=0.3)
+        operator = fused.FusedOperator(kind, causal=False, scale=0.3)
         out, logsumexp = fused.forward(operator, q, k, k, bias)
         assert (out.shape, logsumexp.shape, logsumexp.dtype) == (q.shape, (2, 8, 50), torch.float32)
         gradients = fused.backward(operator, out, (q, k, k), bias, out, logsumexp.contiguous())
         assert [each.shape for each in gradients] == [q.shape, k.shape, k.shape]
+
+
+def _trained_on_devices(seed):
+    """Differences between devices and host memory, and in how many calls the host waited for a device."""
+    from smp_emulation.checked import emulated
+
+    options = {"causal": True, "grouped": True}
+    length = 30
+    index = zigzag_indices(length, 2)
+    inputs = [_random(1, heads, length, 8, seed=heads) for heads in (4, 2, 2)]
+    above = _random(1, 4, length, 8, seed=9)
+    mask = (_random(length, length, seed=4) > -0.5)[index[int(os.environ["RANK"])]]
+    with emulated(seed, devices=2) as emulation:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        group = Group.whole()
+        there = [each.to("cuda") for each in inputs]
+        found = {}
+        for method in METHODS:
+            for one in (None, mask.to("cuda")):
+                expected = _train_once(group, index, inputs, above, mask=None if one is None else mask, **options)
+                mine = index[group.rank].to("cuda")
+                parts = [each[:, :, mine].requires_grad_() for each in there]
+                gradient = above.to("cuda")[:, :, mine]
+                for _ in range(2):
+                    emulation.waits.clear()
+                    out = attend(
+                        *parts, query_index=index, key_index=index, group=group, mask=one, method=method, **options
+                    )
+                    gradients = torch.autograd.grad(out, parts, gradient)
+                    waits = [str(wait) for wait in emulation.waits]
+                torch.cuda.synchronize()
+                got = [each.cpu() for each in (out.detach(), *gradients)]
+                found[method, one is None] = max(_differences(got, expected)), waits
+        dist.destroy_process_group()
+    return found
+
+
+def test_streams_of_devices_are_in_order(ranks):
+    for results in ranks(_trained_on_devices, 2, 3, init=False):
+        for name, (difference, waits) in results.items():
+            assert difference <= 1e-9, name
+            assert not waits, name
 
 
 def test_arguments_that_do_not_fit():

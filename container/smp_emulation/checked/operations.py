@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 #: Answer from shapes and types alone, and look at no element.
-_OF_SHAPES = {_aten._fused_sdp_choice.default, _aten.is_same_size.default}
+_OF_SHAPES = {_aten.is_same_size.default}
 #: Take indices, and lists, that lie in host memory.
 _MIXES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_foreach", "aten::_fused", "aten::_amp")
 #: What norms with statistics change without saying so in their schemas: positions of arguments.
@@ -65,6 +65,8 @@ class Operations(TorchDispatchMode):
             if asked is not None and not to_device:
                 return self._in_host_memory(func, args, kwargs)  # in the form of a device's tensor
             return self._make(func, args, kwargs, self._device_of_new(tensors, asked))
+        if func is _aten._fused_sdp_choice.default:
+            return 0  # plain operations: CUDA's fused ones do not run here
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
         own = next(p.device for p in places if p is not None and p.device is not None)

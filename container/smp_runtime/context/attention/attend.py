@@ -6,21 +6,21 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from smp_runtime.context.attention import costs
-from smp_runtime.context.attention.blockwise import Ring, attend_blockwise
+from smp_runtime.context.attention.blockwise import MemberRing, attend_blockwise
 from smp_runtime.context.attention.bounds import bounds_of
-from smp_runtime.context.attention.heads import Neighbors, Rows, to_heads, to_rows
+from smp_runtime.context.attention.heads import HeadNeighbors, NeighborRows, to_heads, to_rows
 from smp_runtime.context.attention.plan import plan_for
-from smp_runtime.context.attention.positions import Positions, keep, positions_of
-from smp_runtime.context.attention.scores import Dropout, Scoring
+from smp_runtime.context.attention.positions import HeldPositions, keep, positions_of
+from smp_runtime.context.attention.scores import BlockScoring, PositionalDropout
 from smp_runtime.context.attention.visibility import GivenMask, Visibility, by_mask
 
 if TYPE_CHECKING:
     import torch
 
-    from smp_runtime.context.attention.bounds import Bounds
+    from smp_runtime.context.attention.bounds import KeyBounds
     from smp_runtime.context.attention.traffic import AttentionGroup
 
 METHODS = ("auto", "ring", "all_gather", "all_to_all")
@@ -79,7 +79,7 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
         mask=None if mask is None else GivenMask(_four_dims(mask, queries.counts[group.rank], keys.length), mask),
         bounds=bounds_of(key_range, queries.length, causal=causal),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        dropout=Dropout(dropout, dropout_seed or 0, 0, q.shape[1]) if dropout > 0 else None,
+        dropout=PositionalDropout(dropout, dropout_seed or 0, 0, q.shape[1]) if dropout > 0 else None,
         softcap=softcap,
         sinks=sinks,
     )
@@ -91,12 +91,12 @@ class _Call:
     """The arguments of a call, checked."""
 
     group: AttentionGroup
-    queries: Positions
-    keys: Positions
+    queries: HeldPositions
+    keys: HeldPositions
     mask: GivenMask | None
-    bounds: Bounds | None
+    bounds: KeyBounds | None
     scale: float
-    dropout: Dropout | None
+    dropout: PositionalDropout | None
     softcap: float | None
     sinks: torch.Tensor | None
 
@@ -139,15 +139,13 @@ class _Call:
         """Return the rows, computed by groups of ``count`` neighbors, each with its heads of all the group's rows."""
         group = self.group
         first = group.rank // count * count
-        neighbors = Neighbors(group, range(first, first + count), group.rank - first)
+        neighbors = HeadNeighbors(group, range(first, first + count), group.rank - first)
         member = first // count
-        queries, query_orders = self.queries.merged(count)
-        keys, key_orders = self.keys.merged(count)
-        query_rows = Rows(self.queries.counts[first : first + count], query_orders[member])
-        key_rows = Rows(self.keys.counts[first : first + count], key_orders[member])
+        queries, keys = self.queries.merged(count)[0], self.keys.merged(count)[0]
+        query_rows, key_rows = (_neighbor_rows(each, member, count) for each in (self.queries, self.keys))
         heads = q.shape[1]
         q, k, v = to_heads(neighbors, [query_rows, key_rows, key_rows], [q, k, v])
-        dropout = self.dropout and Dropout(
+        dropout = self.dropout and PositionalDropout(
             self.dropout.probability, self.dropout.seed, neighbors.place * q.shape[1], heads
         )
         own = slice(neighbors.place * q.shape[1], (neighbors.place + 1) * q.shape[1])
@@ -166,7 +164,7 @@ class _Call:
         out = inner.over_members(q, k, v, member, ranks, visibility, at_once=False)
         return to_rows(neighbors, query_rows, heads, out)
 
-    def _mask_of(self, neighbors: Neighbors, rows: Rows) -> GivenMask | None:
+    def _mask_of(self, neighbors: HeadNeighbors, rows: NeighborRows) -> GivenMask | None:
         """Return the mask of all the neighbors' rows, for this rank's heads."""
         if self.mask is None:
             return None
@@ -180,9 +178,7 @@ class _Call:
         mask = mask.expand(-1, -1, rows.counts[neighbors.place], -1)
         if mask.requires_grad:
             return GivenMask(to_heads(neighbors, [rows], [mask], of_masks=True)[0], given, label)
-        exchanged = self.mask.keep(
-            ("heads", label, rows.order), lambda: neighbors.to_heads([mask], [rows], of_masks=True)[0]
-        )
+        exchanged = self.mask.keep(("heads", label, rows), lambda: neighbors.to_heads([mask], [rows], of_masks=True)[0])
         return GivenMask(exchanged, given, label)
 
     def over_members(
@@ -205,10 +201,19 @@ class _Call:
         plan = plan_for(self.queries, self.keys, member, visibility, bounds=self.bounds, at_once=at_once)
         mask = None if self.mask is None else self.mask.tensor
         is_exact = visibility is not None and visibility.is_exact
-        scoring = Scoring(
+        scoring = BlockScoring(
             self.queries, self.keys, member, self.scale, self.bounds, mask, self.dropout, self.softcap, is_exact
         )
-        return attend_blockwise(q, k, v, mask, self.sinks, Ring(self.group, ranks, plan), scoring)
+        return attend_blockwise(q, k, v, mask, self.sinks, MemberRing(self.group, ranks, plan), scoring)
+
+
+def _neighbor_rows(positions: HeldPositions, member: int, count: int) -> NeighborRows:
+    """Return the rows of the ``count`` neighbors that are a member; the same object again for the same positions."""
+    key = ("neighbors", member, count)
+    if key not in positions.plans:
+        counts = positions.counts[member * count : (member + 1) * count]
+        keep(positions.plans, key, NeighborRows(counts, positions.merged(count)[1][member]))
+    return cast("NeighborRows", positions.plans[key])
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str, *, grouped: bool, needs_seed: bool) -> None:
@@ -226,7 +231,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str, *, gr
 
 
 def _check_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: Positions, keys: Positions, rank: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: HeldPositions, keys: HeldPositions, rank: int
 ) -> None:
     rows = (q.shape[2], k.shape[2], v.shape[2])
     if rows != (queries.counts[rank], keys.counts[rank], keys.counts[rank]):

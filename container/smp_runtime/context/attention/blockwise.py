@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.context.attention import fused, unfused
-from smp_runtime.context.attention.merging import Partial, computing_dtype
-from smp_runtime.context.attention.plan import Kind
-from smp_runtime.context.attention.traffic import Exchange, counters_of, start_exchange
+from smp_runtime.context.attention.merging import PartialAttention, computing_dtype
+from smp_runtime.context.attention.plan import CallKind
+from smp_runtime.context.attention.traffic import RowExchange, counters_of, start_exchange
 
 if TYPE_CHECKING:
-    from smp_runtime.context.attention.plan import Block, BlockCall, Plan
-    from smp_runtime.context.attention.scores import Scoring
+    from smp_runtime.context.attention.plan import AttentionCall, BlockwisePlan, KeyBlock
+    from smp_runtime.context.attention.positions import RowIndex
+    from smp_runtime.context.attention.scores import BlockScoring
     from smp_runtime.context.attention.traffic import AttentionGroup
 
 _Blocks = dict[int, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Ring:
+class MemberRing:
     """The members, and this rank among them.
 
     Args:
@@ -35,7 +36,7 @@ class Ring:
 
     group: AttentionGroup
     ranks: list[int]
-    plan: Plan
+    plan: BlockwisePlan
 
     def rank_before(self, distance: int) -> int:
         """Return the rank of the member so far before this one."""
@@ -45,7 +46,7 @@ class Ring:
         """Return the rank of the member so far behind this one."""
         return self.ranks[(self.plan.member + distance) % self.plan.members]
 
-    def start_fetch(self, distances: list[int], tensors: list[torch.Tensor]) -> Exchange:
+    def start_fetch(self, distances: list[int], tensors: list[torch.Tensor]) -> RowExchange:
         """Begin to send this member's rows to those that need them, and to receive the rows that this one needs."""
         plan = self.plan
         leaving = {
@@ -60,7 +61,7 @@ class Ring:
         }
         return start_exchange(self.group, leaving, arriving, tensors[0])
 
-    def start_return(self, distances: list[int], gradients: _Blocks, tensors: list[torch.Tensor]) -> Exchange:
+    def start_return(self, distances: list[int], gradients: _Blocks, tensors: list[torch.Tensor]) -> RowExchange:
         """Begin to return gradients of rows to their owners, and to receive those of this member's own rows."""
         plan = self.plan
         leaving = {self.rank_before(each): gradients[each] for each in distances if each in plan.arriving}
@@ -72,7 +73,7 @@ class Ring:
                 arriving[self.rank_behind(each)] = shapes
         return start_exchange(self.group, leaving, arriving, tensors[0])
 
-    def add_returned(self, returned: Exchange, distances: list[int], sums: list[torch.Tensor]) -> None:
+    def add_returned(self, returned: RowExchange, distances: list[int], sums: list[torch.Tensor]) -> None:
         """Add gradients that others have returned."""
         found = returned.finish()
         for each in distances:
@@ -87,8 +88,8 @@ def attend_blockwise(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    ring: Ring,
-    scoring: Scoring,
+    ring: MemberRing,
+    scoring: BlockScoring,
 ) -> torch.Tensor:
     """Return the attention of this member's rows over the keys of all members; every rank of the group calls it."""
     found: torch.Tensor = _Attention.apply(q, k, v, mask, sinks, ring, scoring)
@@ -106,8 +107,8 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        ring: Ring,
-        scoring: Scoring,
+        ring: MemberRing,
+        scoring: BlockScoring,
     ) -> torch.Tensor:
         ctx.ring = ring
         ctx.scoring = dataclasses.replace(scoring, mask=None)  # saved below, so that hooks of saved tensors see it
@@ -115,7 +116,7 @@ class _Attention(torch.autograd.Function):
         plan = ring.plan
         counters_of(ring.group).scores += plan.scores()
         with _plain_types(q):
-            result = Partial.empty(q, v.shape[-1])
+            result = PartialAttention.empty(q, v.shape[-1])
             pending = [ring.start_fetch(plan.rounds[0], [k, v])] if plan.rounds else []
             _add_block(result, q, k, v, plan.own, scoring, own=True, learned=ctx.wants_mask)
             for number, distances in enumerate(plan.rounds):
@@ -140,7 +141,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, sinks, out, top, total = ctx.saved_tensors
         scoring = dataclasses.replace(ctx.scoring, mask=mask)
         with _plain_types(q):
-            whole = Partial(out, top, total)
+            whole = PartialAttention(out, top, total)
             work = _Backward(ctx, gradient.contiguous(), q, k, v, whole, scoring)
             work.run()
         wanted = ctx.needs_input_grad
@@ -166,10 +167,10 @@ class _Backward:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        whole: Partial,
-        scoring: Scoring,
+        whole: PartialAttention,
+        scoring: BlockScoring,
     ) -> None:
-        self._ring: Ring = ctx.ring
+        self._ring: MemberRing = ctx.ring
         self._gradient, self._q, self._k, self._v = gradient, q, k, v
         self._whole, self._scoring = whole, scoring
         self._logsumexp = whole.logsumexp()
@@ -187,7 +188,7 @@ class _Backward:
         tensors = [self._k, self._v]
         pending = [ring.start_fetch(plan.rounds[0], tensors)] if plan.rounds else []
         self._add_block(self._k, self._v, plan.own, self.of_k, self.of_v, own=True)
-        returning: list[tuple[Exchange, list[int]]] = []
+        returning: list[tuple[RowExchange, list[int]]] = []
         for number, distances in enumerate(plan.rounds):
             blocks = pending.pop().finish()
             if number + 1 < len(plan.rounds):
@@ -215,7 +216,7 @@ class _Backward:
                 gradients[each] = [part.to(keys.dtype) for part in sums]
         return gradients
 
-    def _finish(self, returning: list[tuple[Exchange, list[int]]]) -> None:
+    def _finish(self, returning: list[tuple[RowExchange, list[int]]]) -> None:
         while returning:
             returned, distances = returning.pop()
             self._ring.add_returned(returned, distances, [self.of_k, self.of_v])
@@ -224,7 +225,7 @@ class _Backward:
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        block: Block,
+        block: KeyBlock,
         of_k: torch.Tensor,
         of_v: torch.Tensor,
         *,
@@ -246,7 +247,7 @@ class _Backward:
             _add_rows(of_v, block.places, part_v)
 
     def _of_call(
-        self, block: Block, call: BlockCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, block: KeyBlock, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient = self._gradient[:, :, call.rows]
         rows = call.rows
@@ -258,25 +259,24 @@ class _Backward:
             logsumexp = self._logsumexp[:, :, rows].contiguous()
             return fused.backward(operator, gradient, (q, k, v), bias, out.contiguous(), logsumexp)
         extras = _extras(q, block, call, self._scoring)
-        whole = Partial(out.to(self.of_q.dtype), top, total)
+        whole = PartialAttention(out.to(self.of_q.dtype), top, total)
         *found, of_tile = unfused.backward(gradient, (q, k, v), whole, self._scoring.scale, extras, wants_tile=learned)
         if self.of_mask is not None and of_tile is not None:
             target = self.of_mask[:, :, rows] if self.of_mask.shape[2] > 1 else self.of_mask
-            columns = self._scoring.columns(block, call)
-            if isinstance(columns, slice):
-                target[..., columns] += of_tile
+            if isinstance(call.columns, slice):
+                target[..., call.columns] += of_tile
             else:
-                target.index_add_(-1, columns.to(target.device), of_tile)
+                target.index_add_(-1, call.columns.on(target.device), of_tile)
         return found[0], found[1], found[2]
 
 
 def _add_block(
-    result: Partial,
+    result: PartialAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    block: Block,
-    scoring: Scoring,
+    block: KeyBlock,
+    scoring: BlockScoring,
     *,
     own: bool,
     learned: bool,
@@ -298,51 +298,51 @@ def _add_block(
             top = top.masked_fill(hidden, -torch.inf)
             out = out.masked_fill(hidden, 0.0)
         total = torch.where(top == -torch.inf, 0.0, 1.0)
-        result.add(call.rows, Partial(out, top, total))
+        result.add(call.rows, PartialAttention(out, top, total))
 
 
 def _operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    block: Block,
-    call: BlockCall,
-    scoring: Scoring,
+    block: KeyBlock,
+    call: AttentionCall,
+    scoring: BlockScoring,
     *,
     learned: bool,
-) -> tuple[fused.Operator | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[fused.FusedOperator | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the fused operator for a call, or None, with what it adds to the scores and the rows that attend to nothing."""
     if learned or scoring.is_exact or scoring.dropout is not None or scoring.softcap is not None:
         return None, None, None
     tile = scoring.tile(block, call, q.device)
     bias, hidden = fused.as_bias(tile, q)
-    causal = call.kind is Kind.CAUSAL
+    causal = call.kind is CallKind.CAUSAL
     operator = fused.choose(q, k, v, bias, causal=causal, scale=scoring.scale)
     return (operator, bias, hidden) if operator is not None else (None, None, None)
 
 
-def _extras(q: torch.Tensor, block: Block, call: BlockCall, scoring: Scoring) -> unfused.Extras:
-    return unfused.Extras(
-        scoring.of_mask(block, call),
+def _extras(q: torch.Tensor, block: KeyBlock, call: AttentionCall, scoring: BlockScoring) -> unfused.ScoreExtras:
+    return unfused.ScoreExtras(
+        scoring.of_mask(call),
         scoring.visible(block, call, q.device),
         scoring.factors(block, call, q.shape, q.device),
         scoring.softcap,
     )
 
 
-def _chosen(tensor: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    return tensor if places is None else tensor.index_select(2, places.to(tensor.device))
+def _chosen(tensor: torch.Tensor, places: RowIndex | None) -> torch.Tensor:
+    return tensor if places is None else tensor.index_select(2, places.on(tensor.device))
 
 
 def _shape(tensor: torch.Tensor, rows: int) -> list[int]:
     return [*tensor.shape[:2], rows, tensor.shape[3]]
 
 
-def _add_rows(total: torch.Tensor, places: torch.Tensor | None, part: torch.Tensor) -> None:
+def _add_rows(total: torch.Tensor, places: RowIndex | None, part: torch.Tensor) -> None:
     if places is None:
         total += part
     else:
-        total.index_add_(2, places.to(total.device), part.to(total.dtype))
+        total.index_add_(2, places.on(total.device), part.to(total.dtype))
 
 
 def _plain_types(tensor: torch.Tensor) -> torch.autocast:

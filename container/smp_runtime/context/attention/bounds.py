@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 import torch
 
-from smp_runtime.context.attention.positions import keep
+from smp_runtime.context.attention.positions import RowIndex, keep
 
 
-class Bounds:
+class KeyBounds:
     """For each query of a sequence the first and the last key that it attends to.
 
     All ranks know them, so that nothing is exchanged about them.
@@ -21,14 +21,11 @@ class Bounds:
 
     def __init__(self, first: torch.Tensor, last: torch.Tensor) -> None:
         self.first, self.last = first, last
-        self._on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._both = RowIndex(first), RowIndex(last)
 
     def visible(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return whether rows attend to keys, ``[rows, keys]``, from their positions on a device."""
-        if rows.device not in self._on_device:
-            with torch.inference_mode(False):
-                self._on_device[rows.device] = self.first.to(rows.device), self.last.to(rows.device)
-        first, last = (each[rows][:, None] for each in self._on_device[rows.device])
+        first, last = (each.on(rows.device)[rows][:, None] for each in self._both)
         return (keys >= first) & (keys <= last)
 
     def needed(self, rows: torch.Tensor, length: int) -> torch.Tensor:
@@ -53,11 +50,11 @@ class Bounds:
         return ((step != 0) & (step != 1)).nonzero()[:, 0].add(1).tolist()
 
 
-_causal: OrderedDict[int, Bounds] = OrderedDict()
-_known: OrderedDict[object, tuple[object, Bounds]] = OrderedDict()
+_causal: OrderedDict[int, KeyBounds] = OrderedDict()
+_known: OrderedDict[object, tuple[object, KeyBounds]] = OrderedDict()
 
 
-def bounds_of(key_range: tuple[torch.Tensor, torch.Tensor] | None, length: int, *, causal: bool) -> Bounds | None:
+def bounds_of(key_range: tuple[torch.Tensor, torch.Tensor] | None, length: int, *, causal: bool) -> KeyBounds | None:
     """Return the bounds of queries, or None if each attends to all keys; the same object for the same tensors.
 
     Raises:
@@ -67,7 +64,7 @@ def bounds_of(key_range: tuple[torch.Tensor, torch.Tensor] | None, length: int, 
         if not causal:
             return None
         if length not in _causal:
-            keep(_causal, length, Bounds(torch.zeros(length, dtype=torch.int64), torch.arange(length)))
+            keep(_causal, length, KeyBounds(torch.zeros(length, dtype=torch.int64), torch.arange(length)))
         return _causal[length]
     key = (*((id(each), 0 if each.is_inference() else each._version) for each in key_range), causal)
     if key not in _known:
@@ -75,5 +72,7 @@ def bounds_of(key_range: tuple[torch.Tensor, torch.Tensor] | None, length: int, 
         if first.shape != (length,) or last.shape != (length,):
             raise AssertionError(f"ranges of keys of shapes {tuple(first.shape)} are not those of {length} queries")
         last = torch.minimum(last, torch.arange(length)) if causal else last
-        keep(_known, key, (key_range, Bounds(first, last)))  # the tensors too, so that no other gets their identities
+        keep(
+            _known, key, (key_range, KeyBounds(first, last))
+        )  # the tensors too, so that no other gets their identities
     return _known[key][1]

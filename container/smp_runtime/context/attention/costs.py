@@ -11,8 +11,8 @@ from smp_runtime.context.attention.plan import needed_of
 if TYPE_CHECKING:
     import torch
 
-    from smp_runtime.context.attention.bounds import Bounds
-    from smp_runtime.context.attention.positions import Positions
+    from smp_runtime.context.attention.bounds import KeyBounds
+    from smp_runtime.context.attention.positions import HeldPositions
 
 #: Blocks of keys that are smaller travel at once: messages of a ring would take longer than what they carry.
 _SMALL_BLOCK_BYTES = 2**16
@@ -54,7 +54,9 @@ def neighbors_for(ranks: int, heads: int, key_heads: int) -> int:
     return max(each for each in range(1, ranks + 1) if ranks % each == 0 and math.gcd(heads, key_heads) % each == 0)
 
 
-def rows_sent(queries: Positions, keys: Positions, needed: torch.Tensor | None, *, bounds: Bounds | None) -> list[int]:
+def rows_sent(
+    queries: HeldPositions, keys: HeldPositions, needed: torch.Tensor | None, *, bounds: KeyBounds | None
+) -> list[int]:
     """Return for each member how many of its keys it sends to others, counting a key once for each receiver."""
     wanted = needed_of(queries, keys, needed, bounds=bounds)
     members = range(len(keys.held))
@@ -89,12 +91,12 @@ def mask_bytes(shape: AttentionShape, queries: int, ranks: int, neighbors: int) 
 
 def cheapest(
     shape: AttentionShape,
-    queries: Positions,
-    keys: Positions,
+    queries: HeldPositions,
+    keys: HeldPositions,
     needed: torch.Tensor | None,
     neighbors: int,
     *,
-    bounds: Bounds | None,
+    bounds: KeyBounds | None,
 ) -> str:
     """Return the method that sends the fewest bytes, forward and backward.
 

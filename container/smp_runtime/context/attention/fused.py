@@ -22,7 +22,7 @@ _ALIGNED_ROWS = 32
 _ALIGNED_WIDTH = 8
 
 
-class Operator(NamedTuple):
+class FusedOperator(NamedTuple):
     """A fused operator for a call.
 
     Attributes:
@@ -38,7 +38,7 @@ class Operator(NamedTuple):
 
 def choose(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *, causal: bool, scale: float
-) -> Operator | None:
+) -> FusedOperator | None:
     """Return the operator that ``scaled_dot_product_attention`` would take for tensors like these; None if it has none."""
     device = q.device.type
     if device not in ("cpu", "cuda") or not (q.shape[2] and k.shape[2] and q.numel() and v.numel()):
@@ -47,8 +47,9 @@ def choose(
         return None
     shares_heads = q.shape[1] != k.shape[1]
     kind = int(_aten._fused_sdp_choice(q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=shares_heads))
-    known = (_FLASH,) if device == "cpu" else (_FLASH, _EFFICIENT, _CUDNN)
-    return Operator(kind, causal, scale) if kind in known else None
+    # The flash operator of CUDA takes no mask; that of the CPU does.
+    known = (_FLASH,) if device == "cpu" else (_EFFICIENT, _CUDNN) if bias is not None else (_FLASH, _EFFICIENT, _CUDNN)
+    return FusedOperator(kind, causal, scale) if kind in known else None
 
 
 def as_bias(tile: torch.Tensor | None, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -64,7 +65,7 @@ def as_bias(tile: torch.Tensor | None, q: torch.Tensor) -> tuple[torch.Tensor | 
 
 
 def forward(
-    operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    operator: FusedOperator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result and the log-sum-exp, ``[batch, heads, rows]``; rows that attend to nothing have any value."""
     causal, scale = operator.causal, operator.scale
@@ -88,7 +89,7 @@ def forward(
 
 
 def backward(
-    operator: Operator,
+    operator: FusedOperator,
     gradient: torch.Tensor,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     bias: torch.Tensor | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.context.attention.positions import RowIndex
 from smp_runtime.context.attention.traffic import start_exchange
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Neighbors:
+class HeadNeighbors:
     """The ranks that exchange heads.
 
     Args:
@@ -26,7 +27,9 @@ class Neighbors:
     ranks: range
     place: int
 
-    def to_heads(self, tensors: list[torch.Tensor], rows: list[Rows], *, of_masks: bool = False) -> list[torch.Tensor]:
+    def to_heads(
+        self, tensors: list[torch.Tensor], rows: list[NeighborRows], *, of_masks: bool = False
+    ) -> list[torch.Tensor]:
         """Return this rank's heads of all rows, of tensors with all heads of this rank's rows.
 
         Args:
@@ -49,11 +52,11 @@ class Neighbors:
             pieces = [
                 own[number] if place == self.place else found[rank][number] for place, rank in enumerate(self.ranks)
             ]
-            joined.append(torch.cat(pieces, 2).index_select(2, held.order.to(tensors[0].device)))
+            joined.append(torch.cat(pieces, 2).index_select(2, held.order.on(tensors[0].device)))
         return joined
 
     def to_rows(
-        self, tensors: list[torch.Tensor], rows: list[Rows], heads: list[int], *, of_masks: bool = False
+        self, tensors: list[torch.Tensor], rows: list[NeighborRows], heads: list[int], *, of_masks: bool = False
     ) -> list[torch.Tensor]:
         """Return all heads of this rank's rows, of tensors with this rank's heads of all rows: the adjoint of :meth:`to_heads`.
 
@@ -61,7 +64,7 @@ class Neighbors:
             heads: of each result; with 1, the ranks' parts are added.
         """
         parts = [
-            tensor.index_select(2, held.back.to(tensor.device)).split(held.counts, 2)
+            tensor.index_select(2, held.back.on(tensor.device)).split(held.counts, 2)
             for tensor, held in zip(tensors, rows, strict=True)
         ]
         own = [each[self.place] for each in parts]
@@ -88,34 +91,32 @@ class Neighbors:
         return tensor.chunk(len(self.ranks), 1)
 
 
-@dataclass(frozen=True)
-class Rows:
+class NeighborRows:
     """The rows of neighbors.
 
     Args:
         counts: rows of each.
         order: by place among their sorted positions, the place among their rows, one after the other.
+
+    Attributes:
+        back: the inverse of ``order``.
     """
 
-    counts: list[int]
-    order: torch.Tensor
-
-    @property
-    def back(self) -> torch.Tensor:
-        """Return the inverse of ``order``."""
-        return self.order.argsort()
+    def __init__(self, counts: list[int], order: torch.Tensor) -> None:
+        self.counts = counts
+        self.order, self.back = RowIndex(order), RowIndex(order.argsort())
 
 
 def to_heads(
-    neighbors: Neighbors, rows: list[Rows], tensors: list[torch.Tensor], *, of_masks: bool = False
+    neighbors: HeadNeighbors, rows: list[NeighborRows], tensors: list[torch.Tensor], *, of_masks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return this rank's heads of all the neighbors' rows; see :meth:`Neighbors.to_heads`."""
+    """Return this rank's heads of all the neighbors' rows; see :meth:`HeadNeighbors.to_heads`."""
     found: tuple[torch.Tensor, ...] = _ToHeads.apply(neighbors, rows, of_masks, *tensors)
     return found
 
 
-def to_rows(neighbors: Neighbors, rows: Rows, heads: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return all heads of this rank's rows; see :meth:`Neighbors.to_rows`."""
+def to_rows(neighbors: HeadNeighbors, rows: NeighborRows, heads: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return all heads of this rank's rows; see :meth:`HeadNeighbors.to_rows`."""
     found: torch.Tensor = _ToRows.apply(neighbors, rows, heads, tensor)
     return found
 
@@ -129,7 +130,7 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, neighbors: Neighbors, rows: list[Rows], of_masks: bool, *tensors: torch.Tensor
+        ctx: Any, neighbors: HeadNeighbors, rows: list[NeighborRows], of_masks: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.neighbors, ctx.rows, ctx.of_masks = neighbors, rows, of_masks
         ctx.heads = [tensor.shape[1] for tensor in tensors]
@@ -145,7 +146,9 @@ class _ToRows(torch.autograd.Function):
     """Some heads of all rows become all heads of this rank's rows; backward the way back."""
 
     @staticmethod
-    def forward(ctx: Any, neighbors: Neighbors, rows: Rows, heads: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, neighbors: HeadNeighbors, rows: NeighborRows, heads: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
         ctx.neighbors, ctx.rows = neighbors, rows
         (found,) = neighbors.to_rows([tensor], [rows], [heads])
         return found

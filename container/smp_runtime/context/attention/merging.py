@@ -13,7 +13,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass
-class Partial:
+class PartialAttention:
     """Attention over some keys.
 
     The log-sum-exp of the scores is ``top + log(total)``. They are kept apart, since scores of -1e38 leave no digits for the
@@ -30,14 +30,14 @@ class Partial:
     total: torch.Tensor
 
     @classmethod
-    def empty(cls, q: torch.Tensor, width: int) -> Partial:
+    def empty(cls, q: torch.Tensor, width: int) -> PartialAttention:
         """Return the result over no keys."""
         dtype = computing_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:3], width, dtype=dtype)
         top = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=dtype)
         return cls(out, top, torch.zeros_like(top))
 
-    def add(self, rows: slice, part: Partial) -> None:
+    def add(self, rows: slice, part: PartialAttention) -> None:
         """Merge the result of some rows over further keys."""
         out, top, total = (each[:, :, rows] for each in (self.out, self.top, self.total))
         highest = torch.maximum(top, part.top)
@@ -53,7 +53,7 @@ class Partial:
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Merge a key of value 0 with one score per head, ``[heads]``, to which each row attends."""
         top = sinks.to(self.top.dtype)[:, None, None].expand_as(self.top)
-        self.add(slice(None), Partial(torch.zeros_like(self.out), top, torch.ones_like(self.total)))
+        self.add(slice(None), PartialAttention(torch.zeros_like(self.out), top, torch.ones_like(self.total)))
 
     def logsumexp(self) -> torch.Tensor:
         """Return the log-sum-exp of the scores, ``[batch, heads, rows]``; 0 for rows that attend to nothing, as the operators."""

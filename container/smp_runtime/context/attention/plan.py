@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smp_runtime.context.attention.positions import Positions, keep
+from smp_runtime.context.attention.positions import HeldPositions, RowIndex, keep
 
 if TYPE_CHECKING:
-    from smp_runtime.context.attention.bounds import Bounds
+    from smp_runtime.context.attention.bounds import KeyBounds
     from smp_runtime.context.attention.visibility import Visibility
 
 #: Keys that are hidden, or fully visible, between others get a call of their own if there are so many.
@@ -23,7 +23,7 @@ _FEW_RANGES = 4
 _HIDDEN, _SOME, _EVERY = 0, 1, 2
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """How the rows of a call attend to its keys."""
 
     FULL = "all to all"
@@ -32,16 +32,21 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class BlockCall:
-    """A range of rows that attends to a range of a block's keys."""
+class AttentionCall:
+    """A range of rows that attends to a range of a block's keys.
+
+    Attributes:
+        columns: of a mask, for these keys: a slice if they follow each other, which needs no copy.
+    """
 
     rows: slice
     keys: slice
-    kind: Kind
+    kind: CallKind
+    columns: slice | RowIndex
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """The keys of one member that this member needs.
 
     Attributes:
@@ -52,13 +57,13 @@ class Block:
     """
 
     owner: int
-    places: torch.Tensor | None
-    positions: torch.Tensor
-    calls: list[BlockCall]
+    places: RowIndex | None
+    positions: RowIndex
+    calls: list[AttentionCall]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockwisePlan:
     """What one member does.
 
     Attributes:
@@ -73,31 +78,31 @@ class Plan:
 
     member: int
     members: int
-    own: Block
+    own: KeyBlock
     rounds: list[list[int]]
-    arriving: dict[int, Block]
-    leaving: dict[int, torch.Tensor | None]
+    arriving: dict[int, KeyBlock]
+    leaving: dict[int, RowIndex | None]
 
     def scores(self) -> int:
         """Return the number of pairs of a row and a key that are computed."""
         return sum(_scores(call) for block in (self.own, *self.arriving.values()) for call in block.calls)
 
 
-def _scores(call: BlockCall) -> int:
+def _scores(call: AttentionCall) -> int:
     rows = call.rows.stop - call.rows.start
     keys = call.keys.stop - call.keys.start
-    return rows * (rows + 1) // 2 if call.kind is Kind.CAUSAL else rows * keys
+    return rows * (rows + 1) // 2 if call.kind is CallKind.CAUSAL else rows * keys
 
 
 def plan_for(
-    queries: Positions,
-    keys: Positions,
+    queries: HeldPositions,
+    keys: HeldPositions,
     member: int,
     visibility: Visibility | None,
     *,
-    bounds: Bounds | None,
+    bounds: KeyBounds | None,
     at_once: bool,
-) -> Plan:
+) -> BlockwisePlan:
     """Return a member's plan; it is made once for the same positions and mask.
 
     Args:
@@ -107,7 +112,7 @@ def plan_for(
     kept = queries.plans if visibility is None else visibility.plans
     key = (keys, member, bounds, at_once)
     found = kept.get(key)
-    if isinstance(found, Plan):
+    if isinstance(found, BlockwisePlan):
         return found
     made = _make(queries, keys, member, visibility, bounds=bounds, at_once=at_once)
     keep(kept, key, made)
@@ -115,7 +120,7 @@ def plan_for(
 
 
 def needed_of(
-    queries: Positions, keys: Positions, needed: torch.Tensor | None, *, bounds: Bounds | None
+    queries: HeldPositions, keys: HeldPositions, needed: torch.Tensor | None, *, bounds: KeyBounds | None
 ) -> list[list[torch.Tensor]]:
     """Return for each member and owner which of the owner's rows the member needs."""
     found = []
@@ -129,14 +134,14 @@ def needed_of(
 
 
 def _make(
-    queries: Positions,
-    keys: Positions,
+    queries: HeldPositions,
+    keys: HeldPositions,
     member: int,
     visibility: Visibility | None,
     *,
-    bounds: Bounds | None,
+    bounds: KeyBounds | None,
     at_once: bool,
-) -> Plan:
+) -> BlockwisePlan:
     from smp_runtime.context.attention.visibility import by_position
 
     members = len(keys.held)
@@ -144,11 +149,11 @@ def _make(
     needed = needed_of(queries, keys, seen.needed, bounds=bounds)
     held = queries.held[member]
 
-    def block(owner: int) -> Block:
+    def block(owner: int) -> KeyBlock:
         wanted = needed[member][owner]
         positions = keys.held[owner][wanted]
         calls = _calls(held, positions, seen, bounds=bounds)
-        return Block(owner, _places(wanted), positions, calls)
+        return KeyBlock(owner, _places(wanted), RowIndex(positions), calls)
 
     distances = [distance for distance in range(1, members) if _is_used(needed, distance)]
     rounds = [distances] if at_once and distances else [[distance] for distance in distances]
@@ -159,7 +164,7 @@ def _make(
             arriving[distance] = block(owner)
         if needed[receiver][member].any():
             leaving[distance] = _places(needed[receiver][member])
-    return Plan(member, members, block(member), rounds, arriving, leaving)
+    return BlockwisePlan(member, members, block(member), rounds, arriving, leaving)
 
 
 def _is_used(needed: list[list[torch.Tensor]], distance: int) -> bool:
@@ -168,11 +173,20 @@ def _is_used(needed: list[list[torch.Tensor]], distance: int) -> bool:
     return any(bool(needed[member][(member - distance) % members].any()) for member in range(members))
 
 
-def _places(wanted: torch.Tensor) -> torch.Tensor | None:
-    return None if bool(wanted.all()) else wanted.nonzero()[:, 0]
+def _places(wanted: torch.Tensor) -> RowIndex | None:
+    return None if bool(wanted.all()) else RowIndex(wanted.nonzero()[:, 0])
 
 
-def _calls(held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, bounds: Bounds | None) -> list[BlockCall]:
+def _columns(positions: torch.Tensor) -> slice | RowIndex:
+    first, count = int(positions[0]), len(positions)
+    if int(positions[-1]) - first == count - 1 and bool((positions.diff() == 1).all()):
+        return slice(first, first + count)
+    return RowIndex(positions)
+
+
+def _calls(
+    held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, bounds: KeyBounds | None
+) -> list[AttentionCall]:
     calls = []
     for number, (begin, end) in enumerate(seen.segments):
         rows = held[begin:end]
@@ -182,15 +196,16 @@ def _calls(held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, bou
             some, every = some & seen.some[number][positions], every & seen.every[number][positions]
         codes = some.to(torch.int8) + (some & every).to(torch.int8)
         for start, stop, code in _ranges(codes):
-            kind = Kind.FULL if code == _EVERY else Kind.MASKED
+            kind = CallKind.FULL if code == _EVERY else CallKind.MASKED
             if code == _SOME and is_diagonal and torch.equal(rows, positions[start:stop]):
-                kind = Kind.CAUSAL
-            calls.append(BlockCall(slice(begin, end), slice(start, stop), kind))
+                kind = CallKind.CAUSAL
+            columns = _columns(positions[start:stop])
+            calls.append(AttentionCall(slice(begin, end), slice(start, stop), kind, columns))
     return calls
 
 
 def _seen_by(
-    rows: torch.Tensor, positions: torch.Tensor, bounds: Bounds | None, *, is_diagonal: bool
+    rows: torch.Tensor, positions: torch.Tensor, bounds: KeyBounds | None, *, is_diagonal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether bounds let some row of a segment attend to a key, and whether all of them."""
     if bounds is None:

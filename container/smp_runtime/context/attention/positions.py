@@ -16,29 +16,44 @@ V = TypeVar("V")
 _MOST_KEPT = 64
 
 
-class Positions:
+class RowIndex:
+    """Places of rows, on any device: a copy to a device is made once, since the host would wait for it in each call."""
+
+    def __init__(self, places: torch.Tensor) -> None:
+        self.places = places
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return them on a device."""
+        if device not in self._on_device:
+            with torch.inference_mode(False):
+                self._on_device[device] = self.places.to(device)
+        return self._on_device[device]
+
+
+class HeldPositions:
     """The positions of one sequence that each member holds, in the order of its rows.
 
     Args:
         held: for each member its positions; together ``range(length)``, each once.
+
+    Attributes:
+        rows: the same, on any device.
+        plans: what was planned for them.
     """
 
     def __init__(self, held: Sequence[torch.Tensor]) -> None:
         self.held = tuple(held)
         self.length = sum(len(each) for each in held)
         self.counts = [len(each) for each in held]
-        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._merged: dict[int, tuple[Positions, list[torch.Tensor]]] = {}
+        self.rows = [RowIndex(each) for each in held]
+        self._merged: dict[int, tuple[HeldPositions, list[torch.Tensor]]] = {}
         self.plans: OrderedDict[object, object] = OrderedDict()
 
-    def on(self, member: int, device: torch.device) -> torch.Tensor:
-        """Return a member's positions on a device."""
-        if (member, device) not in self._on_device:
-            with torch.inference_mode(False):
-                self._on_device[member, device] = self.held[member].to(device)
-        return self._on_device[member, device]
-
-    def merged(self, size: int) -> tuple[Positions, list[torch.Tensor]]:
+    def merged(self, size: int) -> tuple[HeldPositions, list[torch.Tensor]]:
         """Return the positions of groups of ``size`` neighboring members, sorted.
 
         The second result has, for each group, the place of each sorted position among the members' rows, one after the other.
@@ -46,15 +61,15 @@ class Positions:
         if size not in self._merged:
             joined = [torch.cat(self.held[first : first + size]) for first in range(0, len(self.held), size)]
             orders = [each.argsort() for each in joined]
-            groups = Positions([each[order] for each, order in zip(joined, orders, strict=True)])
+            groups = HeldPositions([each[order] for each, order in zip(joined, orders, strict=True)])
             self._merged[size] = groups, orders
         return self._merged[size]
 
 
-_known: OrderedDict[tuple[tuple[int, int], ...], tuple[tuple[torch.Tensor, ...], Positions]] = OrderedDict()
+_known: OrderedDict[tuple[tuple[int, int], ...], tuple[tuple[torch.Tensor, ...], HeldPositions]] = OrderedDict()
 
 
-def positions_of(index: Sequence[torch.Tensor]) -> Positions:
+def positions_of(index: Sequence[torch.Tensor]) -> HeldPositions:
     """Return the positions in ``index``; what is derived from them is kept as long as the same tensors come again.
 
     Raises:
@@ -68,7 +83,7 @@ def positions_of(index: Sequence[torch.Tensor]) -> Positions:
     joined = torch.cat([each.reshape(-1) for each in index])
     if joined.device.type != "cpu" or not torch.equal(joined.sort().values, torch.arange(len(joined))):
         raise AssertionError("the ranks' positions are not those of a sequence, each once, on the CPU")
-    found = Positions([each.to(torch.int64) for each in index])
+    found = HeldPositions([each.to(torch.int64) for each in index])
     keep(_known, key, (tuple(index), found))  # the tensors too, so that no other gets the identity of one
     return found
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smp_runtime.context.attention.plan import Block, BlockCall, Kind
+from smp_runtime.context.attention.plan import AttentionCall, CallKind, KeyBlock
 
 if TYPE_CHECKING:
-    from smp_runtime.context.attention.bounds import Bounds
-    from smp_runtime.context.attention.positions import Positions
+    from smp_runtime.context.attention.bounds import KeyBounds
+    from smp_runtime.context.attention.positions import HeldPositions
 
 
 @dataclass(frozen=True)
-class Dropout:
+class PositionalDropout:
     """Dropout of attention weights by position, so that it is the same however a sequence is divided.
 
     Args:
@@ -60,7 +60,7 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class BlockScoring:
     """How scores become weights.
 
     Args:
@@ -72,52 +72,38 @@ class Scoring:
         is_exact: whether scores are computed as one process does; see :class:`.Visibility`.
     """
 
-    queries: Positions
-    keys: Positions
+    queries: HeldPositions
+    keys: HeldPositions
     member: int
     scale: float
-    bounds: Bounds | None
+    bounds: KeyBounds | None
     mask: torch.Tensor | None = None
-    dropout: Dropout | None = None
+    dropout: PositionalDropout | None = None
     softcap: float | None = None
     is_exact: bool = False
 
-    def columns(self, block: Block, call: BlockCall) -> slice | torch.Tensor:
-        """Return the columns of the mask for a call's keys: a slice if they follow each other, which needs no copy."""
-        positions = block.positions[call.keys]
-        first = int(positions[0])
-        if int(positions[-1]) - first == len(positions) - 1 and bool((positions.diff() == 1).all()):
-            return slice(first, first + len(positions))
-        return positions
-
-    def of_mask(self, block: Block, call: BlockCall) -> torch.Tensor | None:
+    def of_mask(self, call: AttentionCall) -> torch.Tensor | None:
         """Return a view or copy of the mask for a call, without what positions hide."""
-        if self.mask is None or call.kind is not Kind.MASKED:
+        if self.mask is None or call.kind is not CallKind.MASKED:
             return None
         tile = self.mask[:, :, call.rows] if self.mask.shape[2] > 1 else self.mask
-        columns = self.columns(block, call)
-        if isinstance(columns, slice):
-            return tile[..., columns]
-        return tile.index_select(-1, columns.to(tile.device))
+        if isinstance(call.columns, slice):
+            return tile[..., call.columns]
+        return tile.index_select(-1, call.columns.on(tile.device))
 
-    def visible(self, block: Block, call: BlockCall, device: torch.device) -> torch.Tensor | None:
+    def visible(self, block: KeyBlock, call: AttentionCall, device: torch.device) -> torch.Tensor | None:
         """Return which keys positions do not hide from which rows, ``[rows, keys]``; None if that is all."""
-        if self.bounds is None or call.kind is Kind.FULL:
+        if self.bounds is None or call.kind is CallKind.FULL:
             return None
-        rows = self.queries.on(self.member, device)[call.rows]
-        keys = self.key_positions(block, device)[call.keys]
+        rows = self.queries.rows[self.member].on(device)[call.rows]
+        keys = block.positions.on(device)[call.keys]
         return self.bounds.visible(rows, keys)
 
-    def key_positions(self, block: Block, device: torch.device) -> torch.Tensor:
-        """Return the positions of a block's keys on a device."""
-        whole = self.keys.on(block.owner, device)
-        return whole if block.places is None else block.positions.to(device)
-
-    def tile(self, block: Block, call: BlockCall, device: torch.device) -> torch.Tensor | None:
+    def tile(self, block: KeyBlock, call: AttentionCall, device: torch.device) -> torch.Tensor | None:
         """Return booleans, or numbers to add, of four dims; None for a call whose kind says all."""
-        if call.kind is not Kind.MASKED:
+        if call.kind is not CallKind.MASKED:
             return None
-        own = self.of_mask(block, call)
+        own = self.of_mask(call)
         visible = self.visible(block, call, device)
         if own is None:
             return None if visible is None else visible[None, None]
@@ -125,7 +111,9 @@ class Scoring:
             return own
         return own & visible if own.dtype is torch.bool else own.masked_fill(~visible, -torch.inf)
 
-    def factors(self, block: Block, call: BlockCall, shape: torch.Size, device: torch.device) -> torch.Tensor | None:
+    def factors(
+        self, block: KeyBlock, call: AttentionCall, shape: torch.Size, device: torch.device
+    ) -> torch.Tensor | None:
         """Return by what each weight is multiplied: dropout; None for none.
 
         Args:
@@ -133,6 +121,6 @@ class Scoring:
         """
         if self.dropout is None:
             return None
-        rows = self.queries.on(self.member, device)[call.rows]
-        keys = self.key_positions(block, device)[call.keys]
+        rows = self.queries.rows[self.member].on(device)[call.rows]
+        keys = block.positions.on(device)[call.keys]
         return self.dropout.factors(shape[0], shape[1], rows, keys)

@@ -31,7 +31,7 @@ class AttentionGroup(Protocol):
 
 
 @dataclass
-class Counters:
+class AttentionCounters:
     """What attention has sent and computed on this rank.
 
     Attributes:
@@ -47,19 +47,19 @@ class Counters:
     scores: int = 0
 
 
-_counters: weakref.WeakKeyDictionary[object, Counters] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakKeyDictionary[object, AttentionCounters] = weakref.WeakKeyDictionary()
 
 
-def counters_of(group: AttentionGroup) -> Counters:
+def counters_of(group: AttentionGroup) -> AttentionCounters:
     """Return what attention has counted in a group."""
-    return _counters.setdefault(group, Counters())
+    return _counters.setdefault(group, AttentionCounters())
 
 
 Shapes = Mapping[int, Sequence[Sequence[int]]]
 
 
 @dataclass
-class Exchange:
+class RowExchange:
     """An exchange under way: :meth:`finish` returns what came from each rank."""
 
     work: Work | None
@@ -89,7 +89,7 @@ def start_exchange(
     like: torch.Tensor,
     *,
     of_masks: bool = False,
-) -> Exchange:
+) -> RowExchange:
     """Begin to send tensors to some ranks of the group; every rank of the group calls it.
 
     Args:
@@ -111,7 +111,7 @@ def start_exchange(
         counters.masks += sent.numel()
     else:
         counters.sent += sent.numel()
-    return Exchange(work, received, arriving, like.dtype, sizes)
+    return RowExchange(work, received, arriving, like.dtype, sizes)
 
 
 def gather_bits(group: AttentionGroup, bits: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from smp_runtime.context.attention.merging import Partial, computing_dtype
+from smp_runtime.context.attention.merging import PartialAttention, computing_dtype
 
 #: Bytes of scores that are computed at a time.
 _SCORE_BYTES = 2**26
 
 
-class Extras(NamedTuple):
+class ScoreExtras(NamedTuple):
     """What acts on the scores of a block; None for nothing.
 
     Attributes:
@@ -27,12 +27,12 @@ class Extras(NamedTuple):
     factors: torch.Tensor | None = None
     softcap: float | None = None
 
-    def of(self, rows: slice) -> Extras:
+    def of(self, rows: slice) -> ScoreExtras:
         """Return what acts on some rows."""
         tile = self.tile if self.tile is None or self.tile.shape[2] == 1 else self.tile[:, :, rows]
         visible = None if self.visible is None else self.visible[rows]
         factors = None if self.factors is None else self.factors[:, :, rows]
-        return Extras(tile, visible, factors, self.softcap)
+        return ScoreExtras(tile, visible, factors, self.softcap)
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores after the softcap."""
@@ -46,9 +46,9 @@ class Extras(NamedTuple):
         return scores
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, extras: Extras) -> Partial:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, extras: ScoreExtras) -> PartialAttention:
     """Return attention over these keys."""
-    result = Partial.empty(q, v.shape[-1])
+    result = PartialAttention.empty(q, v.shape[-1])
     k, v = (_spread(each.to(result.out.dtype), q.shape[1]) for each in (k, v))
     for rows in _pieces(q, k):
         some = extras.of(rows)
@@ -66,9 +66,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ext
 def backward(
     gradient: torch.Tensor,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    whole: Partial,
+    whole: PartialAttention,
     scale: float,
-    extras: Extras,
+    extras: ScoreExtras,
     *,
     wants_tile: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:

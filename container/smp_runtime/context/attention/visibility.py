@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp_runtime.context.attention.positions import Positions, keep, runs_of
+from smp_runtime.context.attention.positions import HeldPositions, keep, runs_of
 from smp_runtime.context.attention.traffic import gather_bits
 
 if TYPE_CHECKING:
-    from smp_runtime.context.attention.bounds import Bounds
+    from smp_runtime.context.attention.bounds import KeyBounds
     from smp_runtime.context.attention.traffic import AttentionGroup
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Visibility:
     plans: OrderedDict[object, object] = field(default_factory=OrderedDict)
 
 
-def segments_of(positions: torch.Tensor, bounds: Bounds | None, *, tiled: bool) -> list[tuple[int, int]]:
+def segments_of(positions: torch.Tensor, bounds: KeyBounds | None, *, tiled: bool) -> list[tuple[int, int]]:
     """Return the ranges of rows to compute together.
 
     These are rows that follow each other, of one document. Where windows or a mask hide keys, they are divided into tiles.
@@ -72,7 +72,7 @@ def segments_of(positions: torch.Tensor, bounds: Bounds | None, *, tiled: bool) 
     return segments
 
 
-def by_position(queries: Positions, member: int, bounds: Bounds | None) -> Visibility:
+def by_position(queries: HeldPositions, member: int, bounds: KeyBounds | None) -> Visibility:
     """Return what rows attend to without a mask."""
     return Visibility(segments_of(queries.held[member], bounds, tiled=False))
 
@@ -110,7 +110,13 @@ _known: MutableMapping[torch.Tensor, OrderedDict[object, object]] = WeakIdKeyDic
 
 
 def by_mask(
-    mask: GivenMask, queries: Positions, keys: Positions, member: int, group: AttentionGroup, *, bounds: Bounds | None
+    mask: GivenMask,
+    queries: HeldPositions,
+    keys: HeldPositions,
+    member: int,
+    group: AttentionGroup,
+    *,
+    bounds: KeyBounds | None,
 ) -> Visibility:
     """Return what rows attend to under a mask; every rank of the group calls it with its own.
 
@@ -130,12 +136,12 @@ def by_mask(
 @torch.no_grad()
 def _analyze(
     mask: torch.Tensor,
-    queries: Positions,
-    keys: Positions,
+    queries: HeldPositions,
+    keys: HeldPositions,
     member: int,
     group: AttentionGroup,
     *,
-    bounds: Bounds | None,
+    bounds: KeyBounds | None,
 ) -> Visibility:
     held = queries.held[member]
     segments = segments_of(held, bounds, tiled=True)
