@@ -109,11 +109,14 @@ class Tape:
     def _in_order(self, order: Sequence[Hashable] | None) -> list[TapeEntry] | None:
         if not self._last:
             return None
+        as_it_was = [entry for _, entry in self._last]
         if order is None:
-            return [entry for _, entry in self._last]
+            return as_it_was
         done: dict[Hashable, list[TapeEntry]] = {}
         for action, entry in self._last:
             done.setdefault(action, []).append(entry)
         planned = [entry for action in order for entry in done.get(action, ())]
         # A step that waited more often had other actions than the planned ones.
-        return planned if len(planned) == len(self._last) else [entry for _, entry in self._last]
+        if len(planned) != len(as_it_was):
+            return as_it_was
+        return planned

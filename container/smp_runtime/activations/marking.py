@@ -148,9 +148,10 @@ def _mark(module: nn.Module, marking: _Marking) -> None:
 def unmark(module: nn.Module) -> None:
     """Stop checkpointing a module."""
     marking = module.__dict__.pop(_MARK, None)
+    forward = module.__dict__.get("forward")
     if isinstance(marking, _CheckpointedCall):
         module_calls.answer_itself(module, marking)
-    elif marking is not None and module.__dict__.get("forward") is marking:
+    elif marking is not None and forward is marking:
         del module.__dict__["forward"]
 
 
@@ -254,20 +255,26 @@ def pass_through(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return function(*(None if is_cache(value) else value for value in args), **kwargs)
 
 
+def _checkpoints_by(module: nn.Module, function: Any) -> bool:
+    """Return whether a module is switched on, with a checkpoint function that is not this library's."""
+    is_foreign = function is not None and function is not pass_through
+    if not is_foreign or isinstance(function, _Ours):
+        return False
+    return bool(getattr(module, FLAG, False))
+
+
 def take_over(model: nn.Module) -> None:
     """Checkpoint modules here that checkpoint themselves; on every rank, so that callers and owners agree."""
     for module in model.modules():
-        if hasattr(type(module), _SWITCH) and _SWITCH not in module.__dict__:
+        has_switch = hasattr(type(module), _SWITCH)
+        if has_switch and _SWITCH not in module.__dict__:
             module.__dict__[_SWITCH] = _Switch(module)
         function = module.__dict__.get(FUNCTION)
-        if function is not None and not getattr(module, FLAG) and is_marked(module) and checkpoints_itself(module):
-            unmark(module)  # switched off since
-        if (
-            function is None
-            or function is pass_through
-            or isinstance(function, _Ours)
-            or not getattr(module, FLAG, False)
-        ):
+        # Transformers' switch may be turned off between two steps.
+        is_switched_off = function is not None and not getattr(module, FLAG)
+        if is_switched_off and is_marked(module) and checkpoints_itself(module):
+            unmark(module)
+        if not _checkpoints_by(module, function):
             continue
         preserve = preserves_rng_state(function)
         if checkpoints_itself(module):
@@ -341,8 +348,10 @@ def begin_step(module: nn.Module, placement: StagedRegions | None) -> None:
     here = Activations.here()
     if placement is not None:
         here.placement = placement
-    if placement is not None or here.offloader is not None:
+    has_offloader = here.offloader is not None
+    if placement is not None or has_offloader:
         take_over(module)
     if here.placement is not None:
         here.placement.check(module)
-    here.step_begins(here.offloader is not None and any(map(is_marked, module.modules())))
+    offloads = has_offloader and any(map(is_marked, module.modules()))
+    here.step_begins(offloads)

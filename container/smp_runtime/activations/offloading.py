@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,12 +109,15 @@ class Offloader:
         self.tape = Tape(horizon)
         self.device = device
         self._where = where
+        # Reentrant: while a thread counts, the garbage collector may free a tensor on it, which is counted too.
         self._lock = threading.RLock()
         #: Uses before their backward pass, in the order of their forward passes.
         self._live: dict[RegionKey, weakref.ref[RegionUse]] = {}
+        #: By id, with a weak reference to the tensor: an id is used again when its tensor is gone.
         self._by_tensor: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_Movable]]] = {}
         self._leaving: list[_Leaving] = []
         is_gpu = device.type == "cuda"
+        # A stream for each direction, so that copies of both run at the same time, and beside the computation.
         self.out_stream = torch.cuda.Stream(device) if is_gpu else None
         self.in_stream = torch.cuda.Stream(device) if is_gpu else None
         self._pool = PinnedPool(device) if is_gpu else None
@@ -138,8 +141,7 @@ class Offloader:
 
     def store(self, tensor: torch.Tensor) -> Stored:
         """Keep a tensor; one that was computed may leave, and parameters, masks and indices stay."""
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not is_plain or tensor.grad_fn is None or tensor.device.type != self.device.type:
+        if not self._may_leave(tensor):
             return Stored(tensor)
         known = self._by_tensor.get(id(tensor))
         if known is not None and known[0]() is tensor:
@@ -167,36 +169,55 @@ class Offloader:
         if use.key is not None:
             self._settle(None)
 
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        return tensor.grad_fn is not None and tensor.device.type == self.device.type
+
     def backward_begins(self, use: RegionUse) -> None:
         """Record that a region is about to run again, and load its arguments."""
         if use.key is not None and self._live.pop(use.key, None) is not None:
             _, action, order = self._where()
             self.tape.note(TapeEntry("B", use.key), action, order)
-        for stored in use.stored:
-            if isinstance(stored, _Movable) and stored.tensor is None:
+        for stored in _movable(use):
+            if stored.tensor is None:
                 self.figures.late += 1
                 stored.load()
         self._settle(use)
 
     def _settle(self, now: RegionUse | None) -> None:
         """Move tensors that are not used soon to CPU memory, then load those that are."""
-        live = {key: use for key, weak in self._live.items() if (use := weak()) is not None}
-        if len(live) < len(self._live):
-            self._live = {key: self._live[key] for key in live}
+        live = self._live_uses()
         soon = [live[key] for key in self.tape.coming(live) if key in live]
-        needed = {id(stored) for use in soon for stored in use.stored}
+        needed = _ids_of(soon)
         if now is not None:
-            needed.update(id(stored) for stored in now.stored)
+            needed.update(map(id, now.stored))
         for use in live.values():
             if use.has_run:
-                for stored in use.stored:
-                    if isinstance(stored, _Movable) and stored.tensor is not None and id(stored) not in needed:
-                        stored.leave()
+                self._let_leave(use, needed)
+        # Copies that are done free their memory before more is taken, so that the peak stays low.
         self._check_leaving()
         for use in soon:
-            for stored in use.stored:
-                if isinstance(stored, _Movable) and stored.tensor is None:
+            for stored in _movable(use):
+                if stored.tensor is None:
                     stored.load()
+
+    def _live_uses(self) -> dict[RegionKey, RegionUse]:
+        """Return the regions that wait for backward; those that the graph has dropped are forgotten."""
+        live: dict[RegionKey, RegionUse] = {}
+        for key, weak in self._live.items():
+            use = weak()
+            if use is not None:
+                live[key] = use
+        if len(live) < len(self._live):
+            self._live = {key: self._live[key] for key in live}
+        return live
+
+    def _let_leave(self, use: RegionUse, needed: Container[int]) -> None:
+        for stored in _movable(use):
+            is_here = stored.tensor is not None
+            if is_here and id(stored) not in needed:
+                stored.leave()
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -216,6 +237,7 @@ class Offloader:
                 host = torch.empty_like(tensor)
             return host.copy_(tensor), None, None
         stream = self.out_stream
+        # The computation of the tensor is only queued: the copy must not begin before it.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():
             host, block = self._pool.take(tensor, stream)
@@ -237,6 +259,7 @@ class Offloader:
         if self.in_stream is None:
             return torch.empty_like(host).copy_(host), None
         stream = self.in_stream
+        # The copy to host memory runs on another stream, and may not be done.
         stream.wait_event(complete)
         with torch.cuda.stream(stream), torch.no_grad():
             tensor = torch.empty_like(host, device=self.device)
@@ -320,6 +343,7 @@ class _Movable(Stored):
         if self._event is not None and self.tensor is not None and self._host is not None:
             stream = torch.cuda.current_stream(self._offloader.device)
             stream.wait_event(self._event)
+            # The memory is of the stream of the copy, which must not have it again before this stream has read it.
             self.tensor.record_stream(stream)
             self._offloader.taken(self)
         return super().take(label)
@@ -331,3 +355,16 @@ class _Movable(Stored):
             self._offloader.give_back(block, self._event)
         if getattr(self, "tensor", None) is not None:
             self._offloader.count(-self.bytes)
+
+
+def _ids_of(uses: Iterable[RegionUse]) -> set[int]:
+    ids: set[int] = set()
+    for use in uses:
+        ids.update(map(id, use.stored))
+    return ids
+
+
+def _movable(use: RegionUse) -> Iterator[_Movable]:
+    for stored in use.stored:
+        if isinstance(stored, _Movable):
+            yield stored

@@ -112,7 +112,8 @@ class PretrainedSaver:
 def give_save_pretrained(model: DistributedModel) -> None:
     """Let a wrapped module of Transformers save what all ranks have of it; the one that was replaced by it, too."""
     # Where one rank has the whole model, the method of Transformers is right.
-    if not _has_distributed_modules(model) and not is_split(model):
+    is_spread = _has_distributed_modules(model) or is_split(model)
+    if not is_spread:
         return
     for module in _before_and_after(model):
         # Those with adapters have a form of their own.

@@ -102,6 +102,7 @@ class Saver:
     """
 
     def __init__(self, session: Session) -> None:
+        # Weak, since the session keeps this object until it closes.
         self._reference = weakref.ref(session)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

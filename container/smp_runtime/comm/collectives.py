@@ -238,8 +238,10 @@ def _digest(tensor: torch.Tensor) -> list[float]:
 def _broadcast_together(
     tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, collectives: Collectives
 ) -> None:
-    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_floating_point():
-        collectives.broadcast(tensors[0].detach(), source, group).wait()
+    first = tensors[0]
+    can_travel_as_it_is = first.is_contiguous() and first.is_floating_point()
+    if len(tensors) == 1 and can_travel_as_it_is:
+        collectives.broadcast(first.detach(), source, group).wait()
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     # gloo knows few other types, and older ones no complex numbers; bytes carry them all.

@@ -192,6 +192,7 @@ class ControlPlane:
         if self.rank != leader:
             self._send_part(payload, leader, channel)
             return self._receive_part(leader, channel)
+        # A send returns when it was received, so the leader receives from all before it answers the first.
         gathered = [payload if rank == leader else self._receive_part(rank, channel, answers=True) for rank in ranks]
         for rank in ranks:
             if rank != leader:
@@ -254,7 +255,11 @@ class ControlPlane:
         if self.rank != leader:
             self._send_part(payload, leader, RUNTIME_CHANNEL)
             return None
-        return [payload if rank == leader else self._receive_part(rank, RUNTIME_CHANNEL) for rank in ranks]
+        parts = []
+        for rank in ranks:
+            part = payload if rank == leader else self._receive_part(rank, RUNTIME_CHANNEL)
+            parts.append(part)
+        return parts
 
     def broadcast(self, payload: Any, ranks: Sequence[int]) -> Any:
         """Return the first member's object on every member; all members must call it."""

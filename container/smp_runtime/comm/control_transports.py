@@ -125,6 +125,7 @@ class MpiTransport:
     def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""
         if asks and not self._has_left(other):
+            # Its former answer may be of an earlier wait.
             self._places.pop(other, None)
             self._tell(other, WaitingPlace(self.call or script_s_call()), asks=True)
         self._hear()
@@ -429,7 +430,9 @@ class StoreTransport:
 
 def process_group_size() -> int:
     """Return the world size of ``torch.distributed`` if the script has initialized it, else 0."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if not dist.is_available():
+        return 0
+    return dist.get_world_size() if dist.is_initialized() else 0
 
 
 def _start_of_process() -> str:

@@ -142,7 +142,8 @@ def sharing_ranks(visible: Sequence[Sequence[str]]) -> list[list[int]]:
     ranks_of: dict[str, list[int]] = {}
     for rank, number in enumerate(assign_gpus(visible)):
         if number is not None:
-            ranks_of.setdefault(visible[rank][number], []).append(rank)
+            gpu = visible[rank][number]
+            ranks_of.setdefault(gpu, []).append(rank)
     return [ranks for ranks in ranks_of.values() if len(ranks) > 1]
 
 
@@ -302,10 +303,9 @@ def nccl_version() -> tuple[int, ...]:
 
 def _crowd(visible: Sequence[Sequence[str]], sharing: Sequence[Sequence[int]]) -> str:
     ranks = sum(1 for gpus in visible if gpus)
-    gpus = len({gpu for seen in visible for gpu in seen})
-    return (
-        f"ranks {', '.join(map(str, sharing[0]))} share a GPU ({ranks} ranks see {gpus} GPU{'s' * (gpus != 1)} in all)"
-    )
+    gpus = len(set().union(*visible))
+    plural = "" if gpus == 1 else "s"
+    return f"ranks {', '.join(map(str, sharing[0]))} share a GPU ({ranks} ranks see {gpus} GPU{plural} in all)"
 
 
 def plain_backend(device: torch.device) -> str:
@@ -351,10 +351,12 @@ def keep_for_script(results: Any, device: torch.device) -> None:
     if device.type != "cuda":
         return
     script = torch.cuda.current_stream(device)
-    if script != torch.cuda.default_stream(device):
-        for tensor in tensors_in(results):
-            if type(tensor) is torch.Tensor and tensor.device == device:
-                tensor.record_stream(script)
+    if script == torch.cuda.default_stream(device):
+        return
+    # Freed memory is given out again in the order of the stream that it is of, and the script's stream may be behind.
+    for tensor in tensors_in(results):
+        if type(tensor) is torch.Tensor and tensor.device == device:
+            tensor.record_stream(script)
 
 
 def release_cached_memory(device: torch.device) -> None:

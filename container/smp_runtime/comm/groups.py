@@ -54,6 +54,7 @@ class _Abortable(Protocol):
 
 #: Groups that PyTorch does not list; see :func:`abort_with_others`.
 _unlisted: weakref.WeakSet[_Abortable] = weakref.WeakSet()
+#: A group may be registered while another thread aborts all.
 _unlisted_lock = threading.Lock()
 
 
@@ -169,12 +170,16 @@ class ProcessGroups:
         """Shut down the groups that were started here, and wait up to ``patience`` seconds for pending work."""
         self._tell_end()
         if self._owns_default and dist.is_initialized():
-            deadline = time.monotonic() + patience
-            while any(is_under_way() for is_under_way in self._under_way) and time.monotonic() < deadline:
-                time.sleep(0.001)
+            self._await_pending(time.monotonic() + patience)
             self._under_way.clear()
             dist.destroy_process_group()
             self._hang_up()
+
+    def _await_pending(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if not any(is_under_way() for is_under_way in self._under_way):
+                return
+            time.sleep(0.001)
 
     def _tell_end(self) -> None:
         while self._at_end:
@@ -256,8 +261,14 @@ def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:
 
     PyTorch numbers groups of several ranks, so they come in the same order on all ranks.
     """
-    every = (tuple(members) for kind in Group for members in topology.groups(kind))
-    return list(dict.fromkeys(members for members in every if len(members) > 1 or members == (rank,)))
+    named: dict[tuple[int, ...], None] = {}
+    for kind in Group:
+        for members in topology.groups(kind):
+            ranks = tuple(members)
+            is_own = ranks == (rank,)
+            if is_own or len(ranks) > 1:
+                named[ranks] = None
+    return list(named)
 
 
 def has_backends(backends: str, devices: set[str]) -> bool:

@@ -66,11 +66,10 @@ class Messages:
 
     def broadcast(self, obj: Any, group: CommGroup) -> None:
         """Send ``obj`` to every other rank of this rank's group; each of them calls :meth:`recv_from`."""
-        members = self._members(group)
+        others = [rank for rank in self._members(group) if rank != self._control.rank]
         with self._control.doing("smp.broadcast"):
-            for rank in members:
-                if rank != self._control.rank:
-                    self._control.send(obj, rank)
+            for rank in others:
+                self._control.send(obj, rank)
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
         """Return every member's object in group-rank order; all members must call it."""

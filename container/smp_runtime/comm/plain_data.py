@@ -10,6 +10,7 @@ import io
 import pathlib
 import pickle
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,10 @@ class _Reader(pickle.Unpickler):
         """Return the function, type or class that a name stands for, if it is allowed in plain data."""
         if module == __name__ and name in _FUNCTIONS:
             return _FUNCTIONS[name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
         raise pickle.UnpicklingError(f"{module}.{name} is no data")
@@ -105,7 +108,10 @@ class _Reader(pickle.Unpickler):
 def _fields_of(obj: Any) -> Any:
     """Return the contents of a record of this library, or None for other objects."""
     kind = type(obj)
-    if not kind.__module__.startswith(_OURS) or "." in kind.__qualname__:
+    if not kind.__module__.startswith(_OURS):
+        return None
+    # A class inside another one or inside a function is not found again by its name.
+    if "." in kind.__qualname__:
         return None
     if isinstance(obj, enum.Enum):
         return obj.name
@@ -128,6 +134,10 @@ def _is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
 
 
+def _has_fields(kind: Any, names: Iterable[str]) -> bool:
+    return set(names) == {field.name for field in dataclasses.fields(kind)}
+
+
 def _record(module: str, name: str, fields: Any) -> Any:
     """Build a record of this library from its fields; only the checks of its fields are run as code."""
     if not (isinstance(module, str) and module.startswith(_OURS)):
@@ -142,8 +152,9 @@ def _record(module: str, name: str, fields: Any) -> Any:
         return found.model_validate(fields)
     if _is_named_tuple(kind):
         return kind(**fields)
-    if not dataclasses.is_dataclass(kind) or set(fields) != {field.name for field in dataclasses.fields(kind)}:
+    if not dataclasses.is_dataclass(kind) or not _has_fields(kind, fields):
         raise ValueError(f"{module}.{name} is no record of {sorted(fields)}")
+    # Without the constructor, which may do more than store its arguments.
     made = object.__new__(kind)
     for field, value in fields.items():
         object.__setattr__(made, field, value)

@@ -68,6 +68,14 @@ def _answers(store: dist.Store) -> bool:
     return True
 
 
+def _ipv4_addresses(name: str) -> set[str]:
+    """Return the addresses that a name stands for; none if it is unknown."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
 def listening_address(called: str, environ: Mapping[str, str], size: int) -> str:
     """Return the one address of this machine at which other ranks reach a store as ``called``.
 
@@ -77,16 +85,18 @@ def listening_address(called: str, environ: Mapping[str, str], size: int) -> str
     Args:
         size: number of ranks of the job.
     """
+    if called == "::1":
+        return ""
     if is_loopback(called):
-        return LOCALHOST if called != "::1" else ""
-    try:
-        meant = {str(found[4][0]) for found in socket.getaddrinfo(called, None, socket.AF_INET, socket.SOCK_STREAM)}
-    except OSError:
+        return LOCALHOST
+    meant = _ipv4_addresses(called)
+    if not meant:
         return ""
     own = list_addresses()
     if called in own.values():
         return called
-    if on_one_machine(environ, size) and len(meant) == 1 and is_loopback(*meant):
+    is_here_only = len(meant) == 1 and is_loopback(*meant)
+    if is_here_only and on_one_machine(environ, size):
         return next(iter(meant))
     between = own.get(environ.get(INTERFACE_VARIABLE, ""), "")
     return between if meant == {between} else ""

@@ -42,7 +42,7 @@ class SharedState(Protocol):
         """Make gradients as the script has left them, before an update; also those that it has set to zero."""
 
     def gather_parameters(self) -> None:
-        """Gather updated parameters from the other ranks, after an update.
+        """Let the next read of each parameter find its updated values, after an update of shards.
 
         Every rank gets them at the latest when it reads them.
         """

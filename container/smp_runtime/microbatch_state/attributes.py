@@ -145,7 +145,8 @@ class Attributes:
             self._see_buffers()
         for slot, before in self._began.slots():
             key = (id(slot.holder), slot.key)
-            if key not in self._changing and not slot.take().is_same(before):
+            is_known = key in self._changing
+            if not is_known and not slot.take().is_same(before):
                 self._changing[key] = _Attribute(slot, before)
         for attribute, value in self._read:
             attribute.crosses |= attribute.slot.take().is_same(value)
@@ -194,7 +195,8 @@ class Attributes:
         if self._present is None:
             return
         is_newest = self._present == self._newest
-        if is_newest or self._present not in self._ended:
+        has_ended = self._present in self._ended
+        if is_newest or not has_ended:
             self._kept[self._present] = self._take_all()
 
     def _bring(self, microbatch: int) -> None:
@@ -219,11 +221,12 @@ class Attributes:
         owners = {id(vars(module)): module for module in self._modules}
         for (holder, name), attribute in self._changing.items():
             owner = owners.get(holder)
-            taken = attribute.slot.take()
-            if owner is None or taken.value is ABSENT:
+            if owner is None or attribute.returns or attribute.is_carried:
                 continue
-            is_known = attribute.returns or attribute.is_carried or attribute.is_shared(taken)
-            if not is_known:
+            taken = attribute.slot.take()
+            if taken.value is ABSENT:
+                continue
+            if not attribute.is_shared(taken):
                 self._found[id(owner), name] = attribute, taken
         found_on = {owner for owner, _ in self._found}
         self._watch.begin(module for module in self._modules if id(module) in found_on)

@@ -103,8 +103,12 @@ class Blueprint:
         for part in self.modules():
             registry = vars(part).get("_parameters") or {}
             own.update(map(id, registry.values()))
-        others = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in own]
-        return [name for name, parameter in others if _is_listened_to(parameter)]
+        found = []
+        for name, parameter in module.named_parameters():
+            is_own = id(parameter) in own
+            if not is_own and _is_listened_to(parameter):
+                found.append(name)
+        return found
 
     def note_wrapped(
         self, module: nn.Module, replaced: Callable[[nn.Parameter, nn.Parameter], None] = lambda former, now: None
@@ -214,7 +218,8 @@ def _copied(value: Any) -> Any:
 def _plain(part: nn.Module) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key, value in vars(part).items():
-        if type(value) in _PLAIN and key != "training":
+        is_plain = type(value) in _PLAIN
+        if is_plain and key != "training":
             plain[key] = value
     return plain
 
@@ -227,8 +232,8 @@ def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
         if not are_hooks or not isinstance(kept, dict):
             continue
         for key, hook in hooks.items():
-            if key not in kept and not _is_own(hook):
-                kept[key] = hook
+            if not _is_own(hook):
+                kept.setdefault(key, hook)
 
 
 def _is_listened_to(parameter: nn.Parameter) -> bool:

@@ -214,13 +214,18 @@ class Compiling:
         if self.tells:
             logger.warning("%s", said)
 
+    def _backend_of(self, module: nn.Module, *, is_repeated: bool) -> str | None:
+        """Return the backend that a script gave a module, or that its blocks get."""
+        own = vars(module).get(_MARK)
+        if own:
+            return own
+        return self.repeated if is_repeated else None
+
     def _blocks(
         self, module: nn.Module, path: str, *, is_repeated: bool = False
     ) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield path, module and backend of the outermost marked or repeated blocks that are wholly here."""
-        backend = vars(module).get(_MARK) or None
-        if backend is None and is_repeated:
-            backend = self.repeated
+        backend = self._backend_of(module, is_repeated=is_repeated)
         if backend is not None:
             places = {self.has(f"{path}.{name}".strip(".")) for name, _ in module.named_modules()}
             if places == {True}:
@@ -230,7 +235,7 @@ class Compiling:
                 name = path or type(module).__name__
                 self._say(f"{name}, given to smp.compile, is not compiled: parts of it are on other pipeline stages")
         for name, child in module.named_children():
-            path_below = f"{path}.{name}" if path else name
+            path_below = f"{path}.{name}".lstrip(".")
             yield from self._blocks(child, path_below, is_repeated=_is_repeated(child, module))
 
 

@@ -143,6 +143,7 @@ def _holds_same(value: Any, contents: Any) -> bool:
     """Return whether two containers of one kind hold identical objects in the same places."""
     if len(value) != len(contents):
         return False
+    # By identity: to compare tensors would read their elements.
     if isinstance(value, dict):
         return all(value.get(key, ABSENT) is item for key, item in contents.items())
     if isinstance(value, set):

@@ -64,16 +64,17 @@ class RemoteStub(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _SETS_GRADIENT and args[1] is not None:
-            return None  # the stage of the parameter has the gradient
+        # The stage of the parameter has the gradient.
+        sets_gradient = func == _SETS_GRADIENT and args[1] is not None
+        if sets_gradient:
+            return None
         if func in _ASKS_NO_ELEMENTS:
-            with _Plainly():
-                return func(*args, **kwargs)
+            return _run_plainly(func, args, kwargs)
         tensors = argument_tensors((args, kwargs))
         absent = [tensor for tensor in tensors if isinstance(tensor, RemoteStub)]
-        if not absent:  # in an argument that is not looked into
-            with _Plainly():
-                return func(*args, **kwargs)
+        # Then the stand-in is in an argument that is not looked into.
+        if not absent:
+            return _run_plainly(func, args, kwargs)
         name = getattr(func, "__name__", str(func))
         present = [tensor for tensor in tensors if not isinstance(tensor, RemoteStub) and not tensor.is_meta]
         if present:
@@ -287,6 +288,11 @@ def _run_without_elements(func: Any, name: str, args: Any, kwargs: Any, first: t
         if "meta" not in str(error).lower():
             raise
         _refuse_elements(absent, name)
+
+
+def _run_plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    with _Plainly():
+        return func(*args, **kwargs)
 
 
 def _on_meta(value: Any) -> Any:

@@ -44,9 +44,8 @@ class Snapshot:
         """Return all buffers, and tensors that modules keep like them without registering them, with a copy of each."""
         tensors = list(model.buffers())
         for _, taken in self._entries.slots():
-            value = taken.value
-            if type(value) is torch.Tensor and value.is_leaf and not value.requires_grad:
-                tensors.append(value)
+            if _is_like_buffer(taken.value):
+                tensors.append(taken.value)
         values = {}
         for tensor in tensors:
             copy = None if tensor.is_meta else tensor.detach().clone()
@@ -132,6 +131,8 @@ class Snapshot:
         lost = 0
         for (parameter, _, version, data), former in zip(self._parameters, self._copies, strict=True):
             if parameter.is_meta:
+                # Assigned values on meta show no other address; late creation knows a parameter by its memory.
+                parameter.data = data
                 continue
             if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
                 parameter.data = data
@@ -177,6 +178,12 @@ def _copies_of(parameters: list[nn.Parameter]) -> list[torch.Tensor | None]:
     if sum(parameter.nbytes for parameter in present) > MOST_COPIED:
         return [None] * len(parameters)
     return [None if parameter.is_meta else parameter.detach().clone() for parameter in parameters]
+
+
+def _is_like_buffer(value: Any) -> bool:
+    if type(value) is not torch.Tensor:
+        return False
+    return value.is_leaf and not value.requires_grad
 
 
 def _may_change_unseen(module: nn.Module, value: Any) -> bool:

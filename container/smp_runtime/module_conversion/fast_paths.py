@@ -69,7 +69,9 @@ def _would_nest(layer: nn.Module, mask: torch.Tensor, result: torch.Tensor) -> b
     attention: Any = layer.self_attn
     if not are_batches or not attention.batch_first:
         return False
-    if layer.training or torch.is_autocast_enabled():
+    if layer.training:
+        return False
+    if torch.is_autocast_enabled():
         return False
     return not _wants_gradients(layer, result)
 

@@ -247,6 +247,7 @@ def _note_arguments(module_cls: Any) -> None:
 
     @functools.wraps(original)
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        # A subclass is made anew with what its own constructor got, not with what that has passed on.
         if type(self) is module_cls:
             self.__dict__[_GIVEN] = (args, kwargs)
         original(self, *args, **kwargs)

@@ -256,6 +256,7 @@ def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.T
         return {}
     if group.size > 1:
         ranks = group.ranks
+        # Ranks may have drawn different weights, but their parts must be of one tensor.
         real = [value for value in state.values() if not value.is_meta]
         with without_modes(), torch.no_grad():
             broadcast_tensors(real, ranks.members(Group.TP)[0], ranks.groups.group(Group.TP), ranks.collectives)

@@ -105,6 +105,7 @@ def prepare(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
                 setattr(part, holder, copy.copy(whole[holder]))
             setattr(getattr(part, holder), name, value)
     divided = {f"{path}.{name}".lstrip(".") for path, tables in split.tables.items() for name in tables.divided}
+    # Sorted, so that hooks, and with them their collectives, come in one order on all ranks.
     for name in sorted({*split.summed, *divided}):
         path, _, parameter = name.rpartition(".")
         hooks = _OnOwnFeatures(parameter, group, is_summed=name in split.summed, is_divided=name in divided)
@@ -162,6 +163,7 @@ class _OnOwnFeatures:
 
     def watch(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.before)
+        # After an error too: the value of this pass must not stay in the parameter's place.
         module.register_forward_hook(self.behind, always_call=True)
 
     def before(self, module: nn.Module, args: Any) -> None:

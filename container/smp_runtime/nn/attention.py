@@ -186,17 +186,23 @@ class DistributedAttentionLayer(HalfBlock):
 
     def _make_scoring(self) -> Scoring:
         settings = self.settings
-        scale = settings.attention_head_size**-0.5 if settings.scale_attention_scores else 1.0
+        scale = 1.0
+        if settings.scale_attention_scores:
+            scale = settings.attention_head_size**-0.5
         if settings.scale_attn_by_layer_idx and settings.layer_idx is not None:
             scale /= settings.layer_idx + 1
-        slopes = None
-        if settings.use_alibi and not self.cross_attention:
-            first = self.tensor_group.rank * self.num_local_heads
-            every = alibi_slopes(settings.num_attention_heads, settings.alibi_bias_max)
-            slopes = every[first : first + self.num_local_heads]
         causal = settings.causal_mask_size is not None and not self.cross_attention
         window = settings.window_size if causal else None
-        return Scoring(scale, causal, window, slopes, settings.attention_in_fp32)
+        return Scoring(scale, causal, window, self._local_slopes(), settings.attention_in_fp32)
+
+    def _local_slopes(self) -> tuple[float, ...] | None:
+        """Return the ALiBi slopes of this rank's heads, if the layer uses them."""
+        settings = self.settings
+        if self.cross_attention or not settings.use_alibi:
+            return None
+        first = self.tensor_group.rank * self.num_local_heads
+        slopes = alibi_slopes(settings.num_attention_heads, settings.alibi_bias_max)
+        return slopes[first : first + self.num_local_heads]
 
     def _check_length(self, length: int) -> None:
         longest = self.settings.causal_mask_size

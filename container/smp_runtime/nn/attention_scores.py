@@ -56,6 +56,7 @@ def attend(
         ``[batch, heads, queries, head size]``.
     """
     dtype = value.dtype
+    # Products of queries and keys overflow in float16, and lose digits in bfloat16.
     if scoring.in_fp32:
         query, key, value = query.float(), key.float(), value.float()
     bias = _bias(query, key.shape[2], mask, scoring)
@@ -194,6 +195,7 @@ def rotate(
         of_positions = _computed_angles if torch.compiler.is_compiling() else _angles
         cos, sin = (table[: tensor.shape[2]] for table in of_positions(frequencies, length, scale, tensor.device))
     else:
+        # In float32: half precision cannot tell positions of some thousand apart.
         angles = positions[:, None, :, None].float() * _numbers_on(frequencies, torch.float32, tensor.device)
         cos, sin = angles.cos() * scale, angles.sin() * scale
     cos, sin = cos.to(tensor.dtype), sin.to(tensor.dtype)

@@ -181,8 +181,11 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load whole weights too: each rank takes its part of them."""
         for name, where in self.tensor_slices.items():
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == where.shape != where.local_shape:
+            value: Any = state_dict.get(prefix + name)
+            is_split = where.local_shape != where.shape
+            # States of the model before it was wrapped, and of other degrees, have whole tensors.
+            is_whole = isinstance(value, torch.Tensor) and tuple(value.shape) == where.shape
+            if is_split and is_whole:
                 state_dict[prefix + name] = where.cut(value)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -90,9 +90,11 @@ class DistributedEmbedding(ReadByOthers):
         """Return the rows of the ids ``[batch, …]``, as ``[batch, …, embedding_dim]``."""
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
+        # Each rank has columns of all rows, so it needs the ids of all ranks.
         ids = whole_batch(agreeing_on_shape(input, group), group) if own else input
         mine = F.embedding(ids, self._own_part("weight"), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
-        if group.size == 1 or self._skip_allgather:
+        stays_local = group.size == 1 or self._skip_allgather
+        if stays_local:
             return mine
         if own and not self._skip_scatter_and_merge:
             return exchange_parts(mine, group, split=0, joined=-1)

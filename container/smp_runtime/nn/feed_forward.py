@@ -73,7 +73,10 @@ class DistributedTransformerOutputLayer(HalfBlock):
     def change(self, normed: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
         """Return the layer's addition to the residual stream; activations are laid out as inside the block."""
         maps = [self.dense1, self.gate] if self.settings.gated_mlp else [self.dense1]
-        first, *gates = self.flow.columns(normed, [m.weight for m in maps], [m.bias for m in maps])
+        weights = [linear.weight for linear in maps]
+        biases = [linear.bias for linear in maps]
+        # Both maps in one call, since the flow gathers the sliced input once for them.
+        first, *gates = self.flow.columns(normed, weights, biases)
         activate = ACTIVATIONS[self.settings.activation]
         features = activate(gates[0]) * first if gates else activate(first)
         output = self.flow.rows(features, self.dense2.weight, ready[4])

@@ -212,8 +212,10 @@ class DistributedTransformerLMHead(DistributedModule):
     def _drop(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.training or self.embedding_dropout_prob == 0.0:
             return hidden
+        # Ranks that share a batch must drop the same elements; with a batch each, they must not.
         tracker = RandomTracker.of(self.tensor_group)
-        family = tracker.replicated if self.tensor_group.prescaled else tracker.split
+        is_shared = self.tensor_group.prescaled
+        family = tracker.replicated if is_shared else tracker.split
         with family(hidden.device):
             return F.dropout(hidden, self.embedding_dropout_prob)
 
@@ -267,6 +269,7 @@ class DistributedTransformerLMHead(DistributedModule):
         if not self.distributes_vocabulary:
             logits = self.logits(hidden)
             how = "mean" if count is None else "sum"
+            # In float32, since the sum over a vocabulary loses digits in half precision.
             loss = F.cross_entropy(logits.float().flatten(0, -2), targets, ignore_index=IGNORED, reduction=how)
             return loss if count is None else loss / count, logits
         group = self.tensor_group

@@ -68,12 +68,14 @@ class RowNorm(DistributedModule):
         if weight is None:
             weight, bias = self.weight, self.bias
         if hidden.dtype is torch.float32 and weight.dtype is not torch.float32:
-            return self._normed(hidden, weight.float(), None if bias is None else bias.float()).to(weight.dtype)
+            wide_bias = None if bias is None else bias.float()
+            return self._normed(hidden, weight.float(), wide_bias).to(weight.dtype)
         return self._normed(hidden, weight, bias)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.rms:
             return F.layer_norm(hidden, weight.shape, weight, bias, self.epsilon)
+        # The squares overflow in float16.
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return weight * normed.to(hidden.dtype)

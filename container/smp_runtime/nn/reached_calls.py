@@ -81,6 +81,7 @@ class ReachedCalls:
         step = self._ranks.step
         if step.microbatch is None or step.is_tracing:
             return
+        # A recomputed module runs inside backward, and was recorded in its forward pass.
         is_forward = torch.is_grad_enabled() and backward_pass() == -1
         if not is_forward:
             return

@@ -108,7 +108,7 @@ def _marked(result: Any, weight: WholeWeight, gathered: torch.Tensor) -> Any:
     if isinstance(result, list | tuple):
         parts = [_marked(part, weight, gathered) for part in result]
         return getattr(type(result), "_make", type(result))(parts)
-    if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight) or result.layout is not torch.strided:
+    if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight):
         return result
     if storage_key(result) != storage_key(gathered):
         return result
@@ -174,6 +174,7 @@ class _WholeWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         source = ctx.source
+        # A copy, since autograd may pass the same tensor on to others, and it is summed in place.
         whole = gradient if source.is_replicated else source.group.all_reduce(gradient.clone())
         return source.where.cut(whole), None
 
@@ -189,7 +190,8 @@ def whole_weight(name: str, mine: torch.Tensor, where: TensorSlice, group: Tenso
     if group.is_tracing:  # of the right shape, and seen to use the parameter
         runs = -(-where.shape[where.dim] // max(1, mine.shape[where.dim]))
         return torch.cat([mine] * runs, where.dim).narrow(where.dim, 0, where.shape[where.dim])
-    source = _Source(name, mine, where, group, group.prescaled or is_in_block())
+    is_replicated = group.prescaled or is_in_block()
+    source = _Source(name, mine, where, group, is_replicated)
     is_trained = torch.is_grad_enabled() and mine.requires_grad
     made: torch.Tensor = _WholeWeight.apply(mine, source) if is_trained else WholeWeight(source)
     return made

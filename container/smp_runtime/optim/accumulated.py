@@ -24,6 +24,7 @@ def reduce_accumulated(session: Session, parameters: Iterable[torch.Tensor]) -> 
     if not models:
         return
     wanted = {id(parameter) for parameter in parameters}
+    # The registry has the parameters of all stages, so that every rank decides alike: reducing is collective.
     for model in models:
         has_some = any(id(record.parameter) in wanted for record in model.registry)
         if has_some:
@@ -39,8 +40,10 @@ class _BeforeUpdates:
         weak = weakref.ref(session)  # PyTorch keeps the hook, even longer than a session that is never closed
 
         def before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (session := weak()) is not None:
-                reduce_accumulated(session, (p for group in optimizer.param_groups for p in group["params"]))
+            session = weak()
+            if session is not None:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                reduce_accumulated(session, parameters)
 
         session.at_close.append(register_optimizer_step_pre_hook(before_update).remove)
 

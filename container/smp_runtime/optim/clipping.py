@@ -118,6 +118,7 @@ class _Clipping:
     outlives_regrouping = True
 
     def __init__(self, session: Session) -> None:
+        # Weak, since PyTorch's functions keep this object.
         self._session = weakref.ref(session)
         self._measured = _Measured()
         self._said = False
@@ -228,19 +229,24 @@ class _Clipping:
         Either is None if there is not exactly one.
         """
         session = self._session()
-        wanted = {id(parameter) for parameter in parameters}
-        models = [] if session is None else [m for m in session.models if wanted & _own(m)]
-        if session is None or not models:
+        if session is None:
             return None, None
+        wanted = {id(parameter) for parameter in parameters}
+        models = [model for model in session.models if wanted & _own(model)]
+        if not models:
+            return None, None
+        # First, since accumulated gradients are of this replica's data only until they are reduced.
         reduce_accumulated(session, parameters)
-        optimizers = [o for o in session.optimizers if wanted & _updated(o)]
+        optimizers = [optimizer for optimizer in session.optimizers if wanted & _updated(optimizer)]
         known = _own(models[0]).union(*map(_updated, optimizers))
         if len(models) > 1 or not wanted <= known:
             self._warn("parameters of several models, or of none, at once")
             return None, None
         if len(optimizers) == 1:
             return models[0], optimizers[0]
-        if models[0].optimizer_shards and any(s is not None for s in models[0].optimizer_shards.values()):
+        shards = models[0].optimizer_shards or {}
+        has_shards = any(shard is not None for shard in shards.values())
+        if has_shards:
             self._warn("parameters whose gradients an optimizer has that was not wrapped in smp.DistributedOptimizer")
             return None, None
         return models[0], None
@@ -250,26 +256,45 @@ class _Clipping:
         session = self._session()
         if session is None or not session.models:
             return None
-        weights = {id(r.parameter): r.parameter for m in session.models for r in m.registry}
-        if tensors and all(id(tensor) in weights for tensor in tensors):
-            model, _ = self._owner([weights[id(tensor)] for tensor in tensors])
-            found = [weights[id(tensor)] for tensor in tensors]
-            return None if model is None else _norm_of_weights(session, model, found, norm_type)
-        trained = [p for p in weights.values() if get_gradient(p) is not None]
-        of = {id(get_gradient(p)): p for p in trained}
-        if not all(id(tensor) in of for tensor in tensors):
+        weights = _weights_by_id(session)
+        are_weights = all(id(tensor) in weights for tensor in tensors)
+        if tensors and are_weights:
+            return self._total_of_weights(session, [weights[id(tensor)] for tensor in tensors], norm_type)
+        trained = [parameter for parameter in weights.values() if get_gradient(parameter) is not None]
+        of = {id(get_gradient(parameter)): parameter for parameter in trained}
+        are_gradients = all(id(tensor) in of for tensor in tensors)
+        if not are_gradients:
             return None
         parameters = [of[id(tensor)] for tensor in tensors]
-        is_all = len({id(parameter) for parameter in parameters}) == len(trained)
+        is_all = len(set(map(id, parameters))) == len(trained)
         if is_all and len(session.models) == 1:  # include those with gradients in shards, or on other stages
             parameters = list(weights.values())
+        return self._total_of_gradients(session, parameters, norm_type, len(trained), is_all=is_all)
+
+    def _total_of_weights(self, session: Session, weights: list[nn.Parameter], norm_type: float) -> torch.Tensor | None:
+        model, _ = self._owner(weights)
+        if model is None:
+            return None
+        return _norm_of_weights(session, model, weights, norm_type)
+
+    def _total_of_gradients(
+        self, session: Session, parameters: list[nn.Parameter], norm_type: float, trained: int, *, is_all: bool
+    ) -> torch.Tensor | None:
+        """Return the norm of the gradients of some parameters.
+
+        Args:
+            trained: the number of gradients that lie on parameters.
+            is_all: whether the script passed all of these.
+        """
         model, optimizer = self._owner(parameters)
         if model is None:
             return None
-        is_one = not is_all and len(parameters) == 1  # as scripts log them, each on the ranks that have it
-        if not is_all and not is_one and model.sharded_state is not None:
+        # Scripts log the norms of single gradients on the ranks that have them, so no other stage can take part.
+        is_one = not is_all and len(parameters) == 1
+        is_some = not is_all and not is_one
+        if is_some and model.sharded_state is not None:
             raise SMPOperationError(
-                f"torch.nn.utils.get_total_norm got {len(parameters)} of the {len(trained)} gradients that lie on parameters, but "
+                f"torch.nn.utils.get_total_norm got {len(parameters)} of the {trained} gradients that lie on parameters, but "
                 "other gradients lie in shards, and which of them are meant is not known; give it the gradients of all "
                 "parameters, or use optimizer.clip_master_grads(max_norm, among=parameters), which returns their norm",
                 code="SMP304",
@@ -334,6 +359,13 @@ def _clip_alone(
 
 
 @torch.no_grad()
+def _weights_by_id(session: Session) -> dict[int, nn.Parameter]:
+    weights: dict[int, nn.Parameter] = {}
+    for model in session.models:
+        weights.update({id(record.parameter): record.parameter for record in model.registry})
+    return weights
+
+
 def _norm_of_weights(
     session: Session, model: TrainedModel, parameters: list[nn.Parameter], norm_type: float
 ) -> torch.Tensor:

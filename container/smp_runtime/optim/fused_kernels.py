@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,32 +51,57 @@ def fused_where_open(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
-        return False
-    if group.get("capturable") or group.get("differentiable"):
-        return False
-    if any(isinstance(value, torch.Tensor) for value in (group["lr"], *group.get("betas", ()))):
+    if not _is_form_open(group):
         return False
     trained = [parameter for parameter in group["params"] if parameter.grad is not None]
     if not trained:
         return False
-    states = [optimizer.state.get(parameter) or {} for parameter in trained]
-    # SGD's kernel takes one flag for all parameters: whether they have a sum of gradients.
-    # A parameter that gets its first gradient later than others has none.
-    has_sum = {state.get("momentum_buffer") is None for state in states}
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and len(has_sum) > 1:
+    states = [optimizer.state.get(parameter, {}) for parameter in trained]
+    if isinstance(optimizer, torch.optim.SGD) and _differ_in_momentum(group, states):
         return False
-    kept = [item for state in states for item in state.items()]
-    if not all(_is_counter(value) for name, value in kept if name == "step" and value is not None):
+    if not _are_states_fusible(trained, states):
         return False
-    tensors = [value for name, value in kept if name != "step" and isinstance(value, torch.Tensor)]
-    if not are_fusible([*trained, *(parameter.grad for parameter in trained), *tensors]):
+    device = trained[0].device
+    if not _has_kernel(optimizer, device):
         return False
-    if not _has_kernel(optimizer, trained[0].device):
-        return False
+    is_counted = not isinstance(optimizer, torch.optim.SGD) and device.type != "cpu"
+    if not is_counted:
+        return True
     # A hook may remove gradients. Then only the device would know which counters advanced.
-    is_counted = not isinstance(optimizer, torch.optim.SGD) and trained[0].device.type != "cpu"
-    return not (is_counted and has_step_hooks(optimizer))
+    return not has_step_hooks(optimizer)
+
+
+def _is_form_open(group: dict[str, Any]) -> bool:
+    """Return whether a script has chosen no form of the update, and no setting that fused kernels lack."""
+    if "fused" not in group:
+        return False
+    is_chosen = group["fused"] is not None or group.get("foreach") is not None
+    if is_chosen:
+        return False
+    if group.get("capturable") or group.get("differentiable"):
+        return False
+    settings = (group["lr"], *group.get("betas", ()))
+    return not any(isinstance(value, torch.Tensor) for value in settings)
+
+
+def _differ_in_momentum(group: dict[str, Any], states: Sequence[dict[str, Any]]) -> bool:
+    """Return whether some parameters have a sum of gradients and others do not.
+
+    SGD's kernel takes one flag for all parameters. A parameter that gets its first gradient later than others has no sum.
+    """
+    has_sum = {state.get("momentum_buffer") is None for state in states}
+    return bool(group["momentum"]) and len(has_sum) > 1
+
+
+def _are_states_fusible(trained: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> bool:
+    steps = [state["step"] for state in states if state.get("step") is not None]
+    if not all(map(_is_counter, steps)):
+        return False
+    # Counters are not among the tensors that must be alike: they are lent to the device for the update.
+    kept = itertools.chain.from_iterable(state.items() for state in states)
+    tensors = [value for name, value in kept if name != "step" and isinstance(value, torch.Tensor)]
+    gradients = [parameter.grad for parameter in trained]
+    return are_fusible([*trained, *gradients, *tensors])
 
 
 def _is_counter(step: Any) -> bool:
@@ -102,27 +128,34 @@ def _has_adagrad_kernel() -> bool:
 
 def _lend_steps(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Put counters on the parameters' devices, where the kernels read them; returns states and their counters on the CPU."""
-    if isinstance(optimizer, torch.optim.SGD):
+    if isinstance(optimizer, torch.optim.SGD):  # it counts no steps
         return []
     trained = [p for p in group["params"] if p.grad is not None and p.device.type != "cpu"]
     states = [optimizer.state[parameter] for parameter in trained]
-    kept = [state.get("step") for state in states]  # none at first: then the optimizer makes it, on the device
-    steps = [torch.tensor(0.0, dtype=torch.float32, device="cpu") if step is None else step for step in kept]
-    counters = counters_beside(trained, [float(step) for step in steps])
+    # There is none before the first update: then the optimizer makes it, on the device.
+    kept = [state.get("step") for state in states]
+    steps = [_first_counter() if step is None else step for step in kept]
+    counters = counters_beside(trained, list(map(float, steps)))
     for state, step, counter in zip(states, kept, counters, strict=True):
         if step is not None:
             state["step"] = counter
     return list(zip(states, steps, strict=True))
 
 
+def _first_counter() -> torch.Tensor:
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+
+
 def _take_steps_back(lent: Sequence[tuple[dict[str, Any], torch.Tensor]], is_done: bool) -> None:
     """Put the counters on the CPU into the states again, one step further if the update is done."""
-    taken = [(state, step) for state, step in lent if "step" in state]
-    steps = [step for _, step in taken]
+    steps = []
+    for state, step in lent:
+        if "step" in state:
+            state["step"] = step
+            steps.append(step)
+    # In place, so that the states have the new counts too.
     if steps and is_done:
         torch._foreach_add_(steps, 1.0)
-    for state, step in taken:
-        state["step"] = step
 
 
 @torch.no_grad()

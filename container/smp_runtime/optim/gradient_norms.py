@@ -149,6 +149,7 @@ class WholeNorms:
                 code="SMP304",
             )
         device = self._ranks.device
+        # In each sum, so that a rank without such gradients takes part with 0. In float64, since sums of many lose digits.
         zero = torch.zeros(1, device=device, dtype=torch.float64)
         # A parameter that the sharding does not know is whole on all of its ranks.
         shared_out = (
@@ -166,9 +167,11 @@ class WholeNorms:
                 greatest = self._greatest(greatest, group)
             return greatest[0]
         whole, split, alone = (each.pow(p).sum().view(1) for each in norms)
+        # Each element counts once: ranks of a tensor parallel group have the same whole tensors, but other parts.
         total = whole + (self._summed(split, Group.TP) if split_ids else split)
         if self._sharing is not None:
             total = self._summed(total, self._sharing)
+        # After that sum, since every rank of the sharding group has the whole of these.
         total = total + alone
         if self._model is not None and all_stages:
             total = self._summed(total, Group.PP)
@@ -216,6 +219,7 @@ class WholeNorms:
         split_ids |= {id(shard.optimized) for shard in self._optimizer_shards if id(shard.parameter) in split_ids}
         # The parts of split tensors and all others.
         vectors = torch.zeros(2, shared + len(others), dtype=torch.float64, device=self._ranks.device)
+        # A rank without gradients takes part in the sums below with zeros.
         if tensors:
             places = torch.tensor(
                 [[int(id(updated) not in split_ids), numbers[id(updated)]] for updated, _ in tensors], device="cpu"

@@ -57,6 +57,7 @@ class FusedLARS(NormedOptimizer):
 
     def _update(self) -> None:
         trained = [(group, pair) for group in self.param_groups for pair in self._trained(group)]
+        # The norms of all parameters at once: the ranks exchange them in one message each.
         sizes = self._squares([(parameter, parameter) for _, (parameter, _) in trained])
         lengths = self._squares([pair for _, pair in trained])
         for (group, (parameter, gradient)), size, length in zip(trained, sizes, lengths, strict=True):
@@ -65,6 +66,7 @@ class FusedLARS(NormedOptimizer):
             if trust:
                 weight = size.sqrt()
                 rate = trust * weight / (length.sqrt() + decay * weight + group["eps"])
+                # Decided on the device: the host would wait for it at each parameter.
                 has_lengths = (size > 0) & (length > 0)
                 update.mul_(torch.where(has_lengths, rate, torch.ones_like(rate)))
             if group["momentum"]:
@@ -119,6 +121,7 @@ class FusedLANS(NormedOptimizer):
         averages, fresh = [], []
         for (group, (parameter, gradient)), length in zip(trained, lengths, strict=True):
             beta_1, beta_2 = group["betas"]
+            # A gradient of zeros stays one. Decided on the device, for which the host does not wait.
             gradient = gradient / torch.where(length > 0, length.sqrt(), torch.ones_like(length))
             state = self.state[parameter]
             if not state:

@@ -30,6 +30,7 @@ class MasterWrites:
     """
 
     def __init__(self, bring: Callable[[], None]) -> None:
+        # Weak, since the optimizer holds this object: a cycle would keep its memory until the garbage collector runs.
         self._bring = weakref.WeakMethod(bring)
         self._watched: dict[int, OptimizerShard] = {}
         self._is_ignored = False
@@ -61,6 +62,7 @@ class MasterWrites:
 
     def note(self) -> None:
         """Record the current values of optimizer shards, after an update."""
+        # So that the library's own reading does not count as the script's.
         with DisableTorchFunctionSubclass():
             for shard in self._watched.values():
                 values = owner_of(shard.optimized)
@@ -77,11 +79,15 @@ class MasterWrites:
         return bool(changed)
 
     def _bring_to(self, parameter: nn.Parameter) -> None:
+        if self._is_ignored:
+            return
         shard = self._watched.get(id(parameter))
-        if self._is_ignored or shard is None:
+        if shard is None:
             return
         has_gradient_to_come = shard.gradient is not None and get_gradient(parameter) is None
-        bring = self._bring() if has_gradient_to_come else None
+        if not has_gradient_to_come:
+            return
+        bring = self._bring()  # None if the optimizer is gone: the reference is weak
         if bring is not None:
             bring()
 

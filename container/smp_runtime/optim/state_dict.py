@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.trained import TrainedModel
     from smp_runtime.optim.loss_scaling import LossScaler
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.parameters.registry import ParameterRecord
 
 PARTIAL_KEY = "_smp_is_partial"
 #: Marks a state that holds this rank's shard only.
@@ -115,23 +116,34 @@ class SavedOptimizer(torch.optim.Optimizer):
         Args:
             gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
         """
-        ranks, to_first = self._ranks, gather_to_rank0
+        ranks = self._ranks
+        to_first = gather_to_rank0
         first = ranks.rank == 0 or not to_first
         keeps = not to_first or ranks.rank_in(Group.RDP) == 0
         state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
+        masters = self._whole_masters(half["masters"], list(self._model.registry), to_first=to_first)
+        if not first:
+            return {}
+        return {**state, HALF_KEY: {**half, "masters": masters}}
+
+    def _whole_masters(
+        self, masters: Mapping[str, torch.Tensor], records: Sequence[ParameterRecord], *, to_first: bool
+    ) -> dict[str, torch.Tensor]:
+        """Gather the float32 weights of all tensor parallel ranks and stages, which call this together."""
         # Numbered by the registry, which is the same on all ranks.
         # A rank may lack the master of a parameter that another rank keeps whole.
-        records = list(self._model.registry)
-        masters = half["masters"]
-        values = {n: {"master": masters[record.name]} for n, record in enumerate(records) if record.name in masters}
+        values: dict[int, dict[str, torch.Tensor]] = {}
+        for number, record in enumerate(records):
+            if record.name in masters:
+                values[number] = {"master": masters[record.name]}
         parameters = [record.parameter for record in records]
-        whole = whole_values(ranks, self._session.records, parameters, values, to_first=to_first)
-        masters = {records[number].name: found["master"] for number, found in whole.items()}
-        if ranks.size(Group.PP) > 1:
-            masters = of_all_stages(ranks, masters, to_first=to_first)
-        return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
+        whole = whole_values(self._ranks, self._session.records, parameters, values, to_first=to_first)
+        found = {records[number].name: value["master"] for number, value in whole.items()}
+        if self._ranks.size(Group.PP) > 1:
+            found = of_all_stages(self._ranks, found, to_first=to_first)
+        return found
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters by their number in a state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,9 @@ def load_state(
 def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None, counters_on_device: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy_tensors(value)
-    if value.shape != parameter.shape or value.dim() == 0:
-        # A counter, which optimizers keep on the CPU unless their kernel reads it.
+    is_counter = value.shape != parameter.shape or value.dim() == 0
+    if is_counter:
+        # Optimizers keep it on the CPU unless their kernel reads it.
         return value.to(parameter.device, copy=True) if counters_on_device else value.clone()
     if shard is None:
         return value.to(device=parameter.device, copy=True)
@@ -143,7 +145,9 @@ Records = Mapping[nn.Parameter, ParameterRecord]
 @torch.no_grad()
 def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> Any:
     """Return a value of a parameter's state whole; the ranks of a tensor parallel group call this together."""
-    if ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
+    if ranks.size(Group.TP) == 1:
+        return value
+    if record is None or not isinstance(value, torch.Tensor):
         return value
     placement = record.placement
     axis, bounds = placement.tensor_axis, placement.tensor_slice
@@ -233,6 +237,7 @@ def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) ->
     if to_first and ranks.rank_in(Group.TP) != 0:
         return {}
     exchange = ranks.control.gather if to_first else ranks.control.allgather
+    # On the CPU, so that the receiver does not unpickle tensors onto the sender's device.
     parts = exchange(tree_map(on_cpu, dict(values)), ranks.members(Group.PP))
     merged: dict[Any, Any] = {}
     for part in parts or []:  # None on ranks that only send
@@ -279,8 +284,12 @@ def copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     """
 
     def copy(value: Any) -> Any:
-        stays = isinstance(value, torch.Tensor) and (value.device.type == device.type or value.dim() == 0)
-        return value.clone(memory_format=torch.contiguous_format) if stays else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_counter = value.dim() == 0  # the optimizer does not copy it to the device
+        if is_counter or value.device.type == device.type:
+            return value.clone(memory_format=torch.contiguous_format)
+        return value
 
     return {**state, "state": tree_map(copy, state["state"])}
 
@@ -327,7 +336,7 @@ def names_by_index(session: Session) -> list[dict[int, str]]:
     optimizer = session.optimizer
     if optimizer is None:
         raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first", code="SMP304")
-    parameters = [parameter for group in optimizer.original_groups() for parameter in group]
+    parameters = dict.fromkeys(itertools.chain.from_iterable(optimizer.original_groups()))
     records = session.records
-    names = [records[parameter].name for parameter in dict.fromkeys(parameters) if parameter in records]
+    names = [records[parameter].name for parameter in parameters if parameter in records]
     return [dict(enumerate(names)) for _ in range(session.ranks.size(Group.TP))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ class LiveLoading(PartialLoad):
         made: list[list[nn.Parameter]] = [[] for _ in range(count)]
         saved = self.manifest.optimizer
         owner: dict[str, int] = {}
-        for index, group in enumerate([] if saved is None else saved.groups):
+        saved_groups = [] if saved is None else saved.groups
+        for index, group in enumerate(saved_groups):
             owner.update(dict.fromkeys(group["params"], index))
         for record in self._model.registry:
             owners = [owner[source] for source in self._sources(record.name) if source in owner]
@@ -72,8 +74,9 @@ class LiveLoading(PartialLoad):
         for number, names in enumerate(batches):
             self._live.fetch(self._wants(names))
             self.load_named(names)
-            later = {source for rest in batches[number + 1 :] for name in rest for source in self._sources(name)}
-            self._live.forget({source for name in names for source in self._sources(name)} - later)
+            # Several parameters may come from one source, such as a packed weight.
+            later = itertools.chain.from_iterable(batches[number + 1 :])
+            self._live.forget(self._sources_of(names) - self._sources_of(later))
         self._store_masters()
         for name, module in live_extras(self._model):
             value = self.reader.extra(name)
@@ -123,16 +126,24 @@ class LiveLoading(PartialLoad):
         own = list(live_masters(self._model))
         covered = {(holding.name, holding.region) for holding in own}
         for holding in live_weights(self._model):
-            if (holding.name, holding.region) not in covered:
+            is_covered = (holding.name, holding.region) in covered
+            if not is_covered:
                 yield holding, always_key(MODULE)
         for holding in own:
-            yield holding, lambda name: MASTER if self.reader.holds(MASTER, name) else MODULE
+            yield holding, self._master_key
         for holding in live_buffers(self._model):
             yield holding, always_key(MODULE)
 
     def _store_masters(self) -> None:
         shards = self._model.optimizer_shards or {}
         store_all(shard for shard in shards.values() if shard is not None)
+
+    def _master_key(self, name: str) -> str:
+        return MASTER if self.reader.holds(MASTER, name) else MODULE
+
+    def _sources_of(self, names: Iterable[str]) -> set[str]:
+        sources = map(self._sources, names)
+        return set(itertools.chain.from_iterable(sources))
 
     def _wants(self, names: Container[str]) -> Iterator[Want]:
         for holding, key in self._holdings():
@@ -175,8 +186,10 @@ class LiveLoading(PartialLoad):
         """Yield this rank's buffers that are in no ``state_dict``, if some rank had them before."""
         saved = set(self._model.module.state_dict(keep_vars=True))
         for name, buffer in self._model.local_named_buffers(remove_duplicate=False):
+            if name in saved:
+                continue
             record = self.manifest.buffers.get(name)
-            if record is None or name in saved:
+            if record is None:
                 continue
             has_shape = tuple(buffer.shape) == record.shape
             if has_shape and self.reader.holds(UNSAVED, name):

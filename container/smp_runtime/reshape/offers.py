@@ -102,7 +102,9 @@ class Offer:
     def _add_states(self, model: DistributedModel, optimizer: DistributedOptimizer) -> None:
         local = {id(parameter) for parameter in model.local_parameters()}
         for entry in updated_parameters(model, optimizer):
-            if entry.updated is None or id(entry.parameter) not in local:
+            if id(entry.parameter) not in local:
+                continue
+            if entry.updated is None:
                 continue
             for key, value in optimizer.state.get(entry.updated, {}).items():
                 if is_elementwise(value, entry.updated):

@@ -229,7 +229,9 @@ class _Move:
         for name, record in self._found.manifest.parameters.items():
             for known in (name, *record.aliases):
                 parameter = made.get(known)
-                if parameter is not None and parameter.requires_grad != record.trained:
+                if parameter is None:
+                    continue
+                if parameter.requires_grad != record.trained:
                     parameter.requires_grad_(record.trained)
 
     def _partition(self) -> None:
@@ -326,7 +328,8 @@ def _trained(
     """
     models = [model for model in session.models if isinstance(model, DistributedModel)]
     optimizers = [found for found in session.optimizers if isinstance(found, DistributedOptimizer)]
-    if session.ranks.step.microbatch is not None or session.ranks.step.is_tracing:
+    step = session.ranks.step
+    if step.microbatch is not None or step.is_tracing:
         raise SMPUserError(
             "smp.reshape was called inside a step; call it after optimizer.step(), before the next step", code="SMP314"
         )
@@ -336,13 +339,15 @@ def _trained(
             f"{len(optimizers)}",
             code="SMP314",
         )
+    model = models[0] if models else None
+    optimizer = optimizers[0] if optimizers else None
     problem = ""
     for source in Sources.of(session.ranks).alive():
         problem = problem or source.why_not(wanted)
-    if models:
-        problem = problem or _why_not(session, models[0], wanted)
+    if model is not None:
+        problem = problem or _why_not(session, model, wanted)
     _agree(session, problem)
-    return models[0] if models else None, optimizers[0] if optimizers else None
+    return model, optimizer
 
 
 def _why_not(session: Session, model: DistributedModel, wanted: ModelParallelParameters) -> str:

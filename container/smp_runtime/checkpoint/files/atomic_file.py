@@ -58,6 +58,7 @@ def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
     try:
         with naming_full_disk(path, needed):
             yield temporary
+            # Contents before the name: after a crash of the host the name would stand for a file without them.
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, path)

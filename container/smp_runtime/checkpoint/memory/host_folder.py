@@ -125,6 +125,7 @@ class Data:
         if self._staging is None:
             self._staging = StagingMemory(self.bytes, device)
         self._staging.copy(tensors, [slot.offset for slot in self.slots])
+        # Copies from a GPU are only queued, but other processes read this memory when it is announced.
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self._staging.pin_later()

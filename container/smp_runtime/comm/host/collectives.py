@@ -48,6 +48,7 @@ class _Members:
         self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         self._places = itertools.count(2, 2)
         self.unfinished: deque[_Work] = deque()
+        #: Several threads may wait for collectives of the group: each collective ends once, and in order.
         self.lock = threading.Lock()
 
     def place(self) -> int:
@@ -99,6 +100,7 @@ def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = 
     """
     everyone = list(range(control.size))
     host, why = _opened(control.rank, ranks)
+    # Two exchanges: memory is opened after all have made theirs, and used after all have opened that of the others.
     told = control.allgather(None if host is None else tuple(host.arena.invitation), everyone)
     invitations = {rank: Invitation(*told[rank]) for rank in ranks if told[rank] is not None}
     if host is not None and len(invitations) == len(ranks):
@@ -107,11 +109,13 @@ def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = 
         except (OSError, ValueError) as error:  # ranks of containers, for example, which see no others' processes
             why = f"it does not reach the memory of the ranks beside it ({error}), as in containers of their own"
     reasons = control.allgather(why, everyone)
-    if host is not None and not any(reasons[rank] for rank in ranks):
+    have_met = not any(reasons[rank] for rank in ranks)
+    if host is not None and have_met:
         return host
     if host is not None:
         host.arena.leave()
-    if is_required and (failed := [rank for rank in everyone if reasons[rank]]):
+    failed = [rank for rank in everyone if reasons[rank]]
+    if is_required and failed:
         raise SMPUserError(
             f"host_collectives is true, but rank {failed[0]} cannot share memory: {reasons[failed[0]]}; remove "
             "host_collectives, and collectives go over gloo",
@@ -155,7 +159,9 @@ class HostCollectives(TorchCollectives):
         members = self._members(group)
         if members is None or not _is_served(tensor):
             return super().all_reduce(tensor, group)
-        kind = _WholeSum if tensor.nbytes <= _SUMMED_WHOLE else _SumInParts
+        # Every rank computes the whole of a short sum, so that no parts have to be exchanged after it.
+        is_short = tensor.nbytes <= _SUMMED_WHOLE
+        kind = _WholeSum if is_short else _SumInParts
         return kind(members, _elements(tensor))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
@@ -180,10 +186,14 @@ class HostCollectives(TorchCollectives):
     def _members(self, group: dist.ProcessGroup) -> _Members | None:
         known = self._groups.get(id(group))
         if known is None:
-            ranks = dist.get_process_group_ranks(group)
-            is_here = len(ranks) > 1 and all(rank in self._host.position_of for rank in ranks)
-            known = self._groups[id(group)] = _Members(group, ranks, self._host) if is_here else group
+            known = self._groups[id(group)] = self._new_members(group)
         return known if isinstance(known, _Members) else None
+
+    def _new_members(self, group: dist.ProcessGroup) -> _Members | dist.ProcessGroup:
+        """Return the members of a group inside this host; else the group itself, so that its ``id`` is not reused."""
+        ranks = dist.get_process_group_ranks(group)
+        is_here = len(ranks) > 1 and all(rank in self._host.position_of for rank in ranks)
+        return _Members(group, ranks, self._host) if is_here else group
 
 
 def _is_served(tensor: torch.Tensor) -> bool:
@@ -232,6 +242,7 @@ class _Work:
         members = self._members
         while self._source is not None:
             with members.lock, torch.no_grad():
+                # Another thread may have ended it while this one waited for the lock.
                 if self._source is not None:
                     members.unfinished[0].end()
                     members.unfinished.popleft()

@@ -183,6 +183,7 @@ class Arena(_Words):
             words[at + _GROUP], words[at + _PLACE] = group, place
             words[at + _READERS] = sum(1 << reader for reader in readers)
             words[at + _OFFSET], words[at + _BYTES] = offset, tensor.nbytes
+            # Last the number, then the count: readers take an entry when these show it, and stores become visible in order.
             words[at + _NUMBER] = number
             self._unread[number] = (tensor, tuple(readers))
             words[_PUBLISHED] = number + 1
@@ -253,6 +254,7 @@ class Neighbour(_Words):
         """
         deadline = time.monotonic() + timeout_seconds()
         while True:
+            # Before the look, so that what the rank published last, just before it left, is still found.
             has_left = bool(self.words[_LEFT]) or _has_ended(self._process)
             with self._lock:
                 self._look()

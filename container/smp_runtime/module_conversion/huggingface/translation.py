@@ -217,8 +217,9 @@ class CausalNames:
         is_root = place == f"{self.root}." or place.endswith(f".{self.root}.")
         if not is_root:
             return True
-        own_heads = (place + self.ours["head"], place + self.ours["bias"])
-        return any(name in state for name in own_heads)
+        head = place + self.ours["head"]
+        bias = place + self.ours["bias"]
+        return head in state or bias in state
 
     def _one_to_theirs(self, state: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
         root = f"{self.root}." if has_head else ""

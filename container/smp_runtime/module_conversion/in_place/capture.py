@@ -36,6 +36,7 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Blo
     require a gradient that do so in training.
     """
     found: dict[str, BlockCall] = {}
+    # Seeded, so that a job decides the same in every run, and forked, so that the script's random numbers stay its own.
     with without_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         copied = _without_memory(model)
@@ -46,7 +47,7 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Blo
                 try:
                     with _WithoutMemory():
                         copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
-                except Exception:
+                except Exception:  # a model may refuse a guess in any way; the next one is tried
                     continue
                 if len(found) == len(blocks):
                     break
@@ -205,7 +206,8 @@ def _drawn(value: Any, *, is_frozen: bool) -> Any:
 def _drawn_tensor(value: torch.Tensor, *, is_frozen: bool) -> torch.Tensor:
     # Activations of a model without memory are equal for all tokens, so they are drawn. Masks and positions stay.
     has_tokens = value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH)
-    if has_tokens and value.is_floating_point():
+    is_activation = has_tokens and value.is_floating_point()
+    if is_activation:
         # float64, so that rounding cannot hide a difference between the whole block and its parts.
         requires_grad = value.requires_grad or is_frozen
         return torch.randn(value.shape, dtype=torch.float64, requires_grad=requires_grad)
@@ -232,6 +234,7 @@ def _replace_values(part: nn.Module, memo: dict[int, Any]) -> None:
         # A tied weight keeps one copy: its second use must not draw another row.
         if id(parameter) not in memo:
             memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
+    # A buffer with values, such as a mask, is copied as it is.
     for buffer in part.buffers(recurse=False):
         if buffer.is_meta:
             memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")

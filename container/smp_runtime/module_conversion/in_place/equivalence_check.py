@@ -66,7 +66,7 @@ class _Meeting:
         self._brought[rank] = tensor.detach().clone()
         self._barrier.wait()
         found = list(self._brought)
-        self._barrier.wait()
+        self._barrier.wait()  # no part brings its next tensor before all have this one
         return found
 
     def abort(self) -> None:
@@ -312,7 +312,7 @@ class EquivalenceCheck:
                 found[rank] = self._run(_part(self.block, split, group))
             except BaseException as error:
                 errors.append(error)
-                meeting.abort()
+                meeting.abort()  # the others would wait for this part until the timeout
 
         # The parts meet in collectives, so all of them must run at the same time.
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self._size)]

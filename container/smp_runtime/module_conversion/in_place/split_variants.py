@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
@@ -321,9 +321,12 @@ def _values(block: nn.Module, unit: SplitUnit) -> Iterator[Number]:
     """Yield the whole numbers of the modules around a unit and of their configurations."""
     for owner in _paths_around(unit):
         for name, value in _attributes_of(block.get_submodule(owner)):
-            # `type`, since a flag is an int too, but no count.
-            if type(value) is int and value > 0:
+            if _is_count(value):
                 yield owner, name, value
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value > 0  # `isinstance` would take a flag for a number
 
 
 def _attributes_of(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -88,8 +88,9 @@ def _vocabularies(model: nn.Module, parts: Mapping[str, Any]) -> dict[int, list[
     found: dict[int, list[str]] = {}
     in_both = embedded & returned
     for path, part in parts.items():
-        has_both = _rows(part) in in_both
-        if has_both or id(part) in inputs:
+        rows = _rows(part)
+        is_input = id(part) in inputs
+        if is_input or rows in in_both:
             found.setdefault(id(part.weight), []).append(path)
     return found
 

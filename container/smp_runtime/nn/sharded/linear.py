@@ -94,7 +94,9 @@ class LinearSplit:
             return x.new_zeros((*x.shape[:-1], *self.pieces))
         if self.columns:
             return product(x, matrix, bias)
-        return product(x, matrix, None if bias is None else bias / group.size)
+        # The ranks' results are summed, so each adds a share of the bias.
+        share = None if bias is None else bias / group.size
+        return product(x, matrix, share)
 
 
 class PlannedLinear(ReadByOthers):

@@ -136,7 +136,8 @@ def embedding_like(kind: type[nn.Embedding]) -> Any:
 
 
 def _refuse_settings(original: nn.Embedding) -> None:
-    if original.max_norm is not None or original.sparse or original.scale_grad_by_freq:
+    needs_all_rows = original.max_norm is not None or original.sparse or original.scale_grad_by_freq
+    if needs_all_rows:
         raise NotDistributableError(
             f"it has max_norm={original.max_norm}, sparse={original.sparse} and scale_grad_by_freq={original.scale_grad_by_freq}, "
             "for which a rank would need the rows of all ranks; leave them at None and False"
@@ -150,7 +151,8 @@ def is_vocabulary(module: nn.Module) -> bool:
     """
     if not has_own_weight(module):
         return False
-    if type(module) is nn.Linear or type(module) is nn.Embedding:
+    kind = type(module)
+    if kind in (nn.Linear, nn.Embedding):
         return True
     forward = getattr(type(module).forward, "__code__", None)
     if not isinstance(module, nn.Embedding) or forward is None:

@@ -34,9 +34,11 @@ def _complete_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
         optimizer.state[parameter] = _constructed(optimizer, group, parameter)
         return
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
+        if not isinstance(value, torch.Tensor):
             continue
-        if value.shape == parameter.shape:
+        is_counter = value.dim() == 0  # optimizers keep it on the CPU
+        has_shape = value.shape == parameter.shape
+        if has_shape and not is_counter:
             state[key] = value.to(parameter.device)
 
 

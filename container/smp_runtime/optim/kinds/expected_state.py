@@ -41,8 +41,7 @@ def refuse_state_of_others(
         CheckpointError: If ``optimizer`` keeps other values, or is known to be of another kind.
     """
     mine, groups = type(optimizer).__name__, list(groups)
-    is_alike = kind == mine or any({kind, mine} <= alike for alike in _ALIKE)
-    if is_alike:
+    if _are_alike(kind, mine):
         return
     saved = [set(names) for names in keys if names]
     expected = _expected(optimizer, groups)
@@ -78,6 +77,12 @@ def _are_of_pytorch(*kinds: str) -> bool:
     return all(isinstance(getattr(torch.optim, kind, None), type) for kind in kinds)
 
 
+def _are_alike(kind: str, other: str) -> bool:
+    if kind == other:
+        return True
+    return any({kind, other} <= alike for alike in _ALIKE)
+
+
 def _expected(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:
     """Return what ``optimizer`` may keep of a parameter, by the names of the values; empty if that cannot be learned.
 
@@ -86,9 +91,12 @@ def _expected(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, An
     found: list[set[str]] = []
     for group, settings in zip(optimizer.param_groups, groups, strict=False):
         kept = {key: value for key, value in settings.items() if key in group}
-        tried = (_tried(optimizer, {**group, **kept}, shape) for shape in _TRIALS)
-        found += [names for names in tried if names is not None]
-    if not found:  # some make their values at once
+        for shape in _TRIALS:
+            names = _tried(optimizer, {**group, **kept}, shape)
+            if names is not None:
+                found.append(names)
+    # Some make their values at once, not in the first update.
+    if not found:
         found = [set(values) for values in optimizer.state.values()]
     return found
 

@@ -54,8 +54,7 @@ def check_kind(optimizer: torch.optim.Optimizer, why: str, ranks: Ranks) -> None
             "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off",
             code="SMP304",
         )
-    home = getattr(kind.step, "__module__", None) or ""
-    if home.partition(".")[0] != "torch" and not is_runtime_module(home) and ranks.rank == 0:
+    if ranks.rank == 0 and not _is_known(kind):
         logger.warning(
             "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
             "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
@@ -111,21 +110,27 @@ def check_parts(
 
 def make_dense(optimizer: torch.optim.Optimizer) -> None:
     """Make sparse gradients dense for an optimizer of PyTorch or of this library that would refuse them."""
-    home = getattr(type(optimizer).step, "__module__", None) or ""
-    is_known = home.partition(".")[0] == "torch" or is_runtime_module(home)
-    if isinstance(optimizer, _TAKE_SPARSE) or not is_known:
+    if isinstance(optimizer, _TAKE_SPARSE):
+        return
+    if not _is_known(type(optimizer)):
         return
     parameters: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         parameters += group["params"]
     for parameter in parameters:
         gradient = get_gradient(parameter)
-        is_sparse = gradient is not None and gradient.is_sparse
-        if gradient is not None and is_sparse:
+        if gradient is not None and gradient.is_sparse:
             set_gradient(parameter, gradient.to_dense())
+
+
+def _is_known(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the update of an optimizer's class is PyTorch's or this library's."""
+    home = getattr(kind.step, "__module__", None) or ""
+    is_of_pytorch = home.partition(".")[0] == "torch"
+    return is_of_pytorch or is_runtime_module(home)
 
 
 def _is_named(kind: type, words: Iterable[str]) -> bool:
     """Return whether the name of a class or of one of its bases contains one of these words."""
-    names = [base.__name__.lower() for base in kind.__mro__]
-    return any(word in name for name in names for word in words)
+    names = " ".join(base.__name__.lower() for base in kind.__mro__)
+    return any(word in names for word in words)
