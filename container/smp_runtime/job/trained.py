@@ -44,7 +44,9 @@ class SharedState(Protocol):
     def gather_parameters(self) -> None:
         """Let the next read of each parameter find its updated values, after an update of shards.
 
-        Every rank gets them at the latest when it reads them.
+        If only the optimizer state is sharded, gathers of all parameters begin here, and a read waits for its own. If
+        parameters are sharded too, nothing is gathered here: gathered values of before the update are freed, and each unit is
+        gathered when it is used.
         """
 
     def settle(self) -> None:

@@ -110,7 +110,8 @@ def _marked(result: Any, weight: WholeWeight, gathered: torch.Tensor) -> Any:
         return getattr(type(result), "_make", type(result))(parts)
     if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight):
         return result
-    if storage_key(result) != storage_key(gathered):
+    # Only strided tensors have a storage to compare.
+    if result.layout is not torch.strided or storage_key(result) != storage_key(gathered):
         return result
     view = result.as_subclass(_View)
     view.weight, view.gathered = weight, gathered

@@ -120,7 +120,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         to_first = gather_to_rank0
         first = ranks.rank == 0 or not to_first
         keeps = not to_first or ranks.rank_in(Group.RDP) == 0
-        state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
+        # Both gather over ranks, so every rank calls both, whether it keeps the result or not.
+        state = self._gathered_state(to_first=to_first)
+        half = self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
         masters = self._whole_masters(half["masters"], list(self._model.registry), to_first=to_first)

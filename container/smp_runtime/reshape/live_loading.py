@@ -158,7 +158,9 @@ class LiveLoading(PartialLoad):
         if self._optimizer is None:
             return
         for entry in updated_parameters(self._model, self._optimizer):
-            if entry.updated is None or entry.parameter.is_meta or entry.name not in names:
+            # The ranks of a parameter's stage have its state; elsewhere it has no values.
+            is_here = entry.updated is not None and not entry.parameter.is_meta
+            if not is_here or entry.name not in names:
                 continue
             for source in self._sources(entry.name):
                 for key in self._state_keys.get(source, ()):

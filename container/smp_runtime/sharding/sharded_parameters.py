@@ -264,7 +264,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
-        """Free parameters that are still gathered after an update; they are gathered again on demand."""
+        """Free gathered values of before the update; each unit is gathered again when it is used."""
         self.release()
 
     def release(self) -> None:
