@@ -257,15 +257,18 @@ def host_name() -> str:
 def leading_host() -> str:
     """Return the host of rank 0: the first host that trains."""
     resources = _resources()
+    hosts = _training_hosts(resources) or resources.get("hosts") or ["127.0.0.1"]
+    return str(hosts[0])
+
+
+def _training_hosts(resources: dict[str, Any]) -> list[Any]:
+    """Return the hosts of the instance group that trains, or none if the job has no such groups."""
     chosen = read_parameters().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
-        if not isinstance(group, dict):
-            continue
-        is_chosen = group.get("instance_group_name") in chosen
+        is_chosen = isinstance(group, dict) and group.get("instance_group_name") in chosen
         if is_chosen and group.get("hosts"):
-            return str(group["hosts"][0])
-    hosts = resources.get("hosts") or ["127.0.0.1"]
-    return str(hosts[0])
+            return list(group["hosts"])
+    return []
 
 
 def _resources() -> dict[str, Any]:

@@ -257,9 +257,11 @@ class EstimatorCall:
     def _complete_record(self, record: str, words: list[tuple[str, str]]) -> None:
         """Add the arguments of a record for which SDK v3 has no default, or another default than SDK v2."""
         names = {name for name, _ in words}
-        if record == "Compute" and words and "instance_count" not in names:
+        lacks_count = bool(words) and "instance_count" not in names
+        lacks_limit = "max_runtime_in_seconds" not in names
+        if record == "Compute" and lacks_count:
             words.append(("instance_count", "1"))
-        elif record == "StoppingCondition" and "max_runtime_in_seconds" not in names and not self._is_local():
+        elif record == "StoppingCondition" and lacks_limit and not self._is_local():
             words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
         elif record == "OutputDataConfig":
             uncompressed = self._given.pop("disable_output_compression", None)

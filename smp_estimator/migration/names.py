@@ -350,11 +350,16 @@ def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
 def _header_length(source: ScriptSource) -> int:
     """Return the number of statements at the top that are the docstring, imports or magics."""
     for number, node in enumerate(source.tree.body):
-        is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_import = isinstance(node, ast.Import | ast.ImportFrom)
-        if not (is_docstring or is_import or node.lineno in source.magics):
+        is_magic = node.lineno in source.magics
+        if not is_magic and not _is_header(number, node):
             return number
     return len(source.tree.body)
+
+
+def _is_header(number: int, node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    return number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _first_import_of_sdk(body: list[ast.stmt], names: ScriptNames, after: int) -> ast.stmt | None:

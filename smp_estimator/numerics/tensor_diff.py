@@ -79,12 +79,13 @@ class CloseupFiles:
             call: call of a step since the last update, for tensors with a batch.
         """
         found = [kept for kept in self._kept if _is_of(kept, key) and rank in (None, kept.rank)]
+        has_batch = key.phase in (INPUT, OUTPUT, OUTPUT_GRADIENT, LOSS)
+        if has_batch:
+            # Each call of a step has a batch of its own; weights and gradients are of all of them.
+            found = [kept for kept in found if kept.call == call]
         if not found:
             return None
-        if key.phase not in (INPUT, OUTPUT, OUTPUT_GRADIENT, LOSS):
-            return self._of_parts(found)
-        of_call = [kept for kept in found if kept.call == call]
-        return self._of_batch(of_call) if of_call else None
+        return self._of_batch(found) if has_batch else self._of_parts(found)
 
     def _values(self, kept: KeptTensor) -> Numbers:
         try:

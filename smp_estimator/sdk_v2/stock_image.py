@@ -118,16 +118,20 @@ class InStockImage(_SDK):
         """Log a warning if the job's image does not support its instances, or is no longer patched."""
         row = self._image_row()
         known = instance(self._carried_instance_type() or "")
-        gpu = known.gpu if known is not None else None
-        image = self.image_uri or (row.name if row is not None else None)
-        lack = images.lacks_code_for(image, gpu) if gpu is not None else None
-        if lack is not None:
-            self._reader.say(lack)
-        if row is None or restore.is_attaching():
-            return
-        ended = images.patches_ended(row, images.today(), self._image_argument(), gpu)
-        if ended is not None:
-            self._reader.say(ended)
+        gpu = None if known is None else known.gpu
+        findings = [self._lack_of_image(row, gpu)]
+        # An attached job has its image already.
+        if row is not None and not restore.is_attaching():
+            findings.append(images.patches_ended(row, images.today(), self._image_argument(), gpu))
+        for finding in findings:
+            if finding is not None:
+                self._reader.say(finding)
+
+    def _lack_of_image(self, row: TrainingImage | None, gpu: str | None) -> str | None:
+        if gpu is None:
+            return None
+        image = self.image_uri or (None if row is None else row.name)
+        return images.lacks_code_for(image, gpu)
 
     def _image_argument(self) -> str | None:
         """Return the name of the argument that has chosen the image, or None if it was filled in."""

@@ -31,7 +31,8 @@ def find_instance(instance_type: Any, say: Callable[[str], None]) -> Instance | 
     is_of_cloud = isinstance(instance_type, str) and instance_type.startswith("ml.")
     if known is not None or not is_of_cloud:
         return known
-    if has_gpus(instance_type) is None:
+    is_unknown = has_gpus(instance_type) is None
+    if is_unknown:
         hint = suggest(instance_type, [row.name for row in instances()])
         say(f"instance_type {instance_type} is not in this version's catalogue{hint}: its GPUs are not checked")
     return None
@@ -108,7 +109,9 @@ def count_gpus(
     if process_mode:
         own = {name: value for name, value in environment.items() if isinstance(value, str)}
         count = gpu_count({**os.environ, **own})
-        return (None if not count and has_unusual_gpu() else count), "this machine"
+        is_unknown = not count and has_unusual_gpu()
+        return (None if is_unknown else count), "this machine"
     if instance_type == "local":
         return 0, "a container of instance_type 'local' (with GPUs: 'local_gpu')"
-    return (0 if has_gpus(instance_type) is False else None), str(instance_type)
+    has_none = has_gpus(instance_type) is False
+    return (0 if has_none else None), str(instance_type)

@@ -181,12 +181,13 @@ class Supervisor:
         self._listen()
         gone = False
         while not gone or self._open_pipes:
-            if not gone and self._process.poll() is not None:
+            has_ended = not gone and self._process.poll() is not None
+            if has_ended:
                 gone = True
                 self._on_program_end()
                 if not self._open_pipes:
                     return  # nothing is left that could wake this up
-            next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
+            next_look = float("inf") if gone else self._next_look()
             moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
             events = self._selector.select(self._until(min(moments)))
             self._handle([key for key, _ in events])
@@ -200,6 +201,9 @@ class Supervisor:
                 return  # no process is left that could write
             if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
+
+    def _next_look(self) -> float:
+        return float("inf") if self.watch is None else self.watch.next_look
 
     def _handle(self, keys: list[selectors.SelectorKey]) -> None:
         """Handle what has come at once: ends of ranks, connections, and output."""

@@ -84,7 +84,7 @@ class _Plan:
         schema = schema_of(function)
         tags = function.tags
         returns = [value.alias_info for value in schema.returns]
-        is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        is_view = _are_views(returns)
         changes_shape_only = torch.Tag.inplace_view in tags or function.__name__.startswith(("set_.", "resize_"))
         self.is_free = is_view or changes_shape_only or function in SHARING
         self.mutates = schema.is_mutable
@@ -363,6 +363,13 @@ def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
 def _device_of(kwargs: dict[str, Any]) -> str | None:
     device = kwargs.get("device")
     return None if device is None else torch.device(device).type
+
+
+def _are_views(returns: Sequence[Any]) -> bool:
+    """Return whether an operation's results, given by their aliases, are memory of its arguments that it does not write to."""
+    if not returns:
+        return False
+    return all(alias is not None and not alias.is_write for alias in returns)
 
 
 def _written_places(schema: Any) -> dict[str, int | str]:

@@ -40,7 +40,7 @@ def log(step: int | None = None, **values: object) -> None:
         >>> smp.log(accuracy=0.93)
     """
     session = sessions.current_session()
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53):
+    if step is not None and not _is_count(step):
         raise SMPUserError(
             f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now",
             code="SMP318",
@@ -49,6 +49,13 @@ def log(step: int | None = None, **values: object) -> None:
     tracker = session.ranks.kept(UpdateTracker)
     if tracker is not None and numbers:
         tracker.log(numbers, session.progress.step if step is None else step)
+
+
+def _is_count(value: object) -> bool:
+    # A flag is an ``int`` in Python, and counts nothing.
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return 0 <= value < 2**53
 
 
 def _begin(session: Session) -> None:

@@ -112,7 +112,7 @@ class UpdateTracker:
     def _look_at(self, values: list[Any], axes: list[int | None]) -> list[Any]:
         """Count the tokens of a sample: elements of the first integer argument with more than one axis."""
         for value, axis in zip(values, axes, strict=True):
-            if isinstance(value, torch.Tensor) and axis is not None and value.dim() > 1 and not _has_fractions(value):
+            if axis is not None and _has_tokens(value):
                 self._tokens_per_sample = value.numel() / max(1, value.shape[axis])
                 break
         return values
@@ -179,6 +179,12 @@ class _Rates:
 def idle_share(record: time_breakdown.PaceRecord) -> float:
     """Return the fraction of a rank's time in which it waited for its pipeline, for collectives or for others."""
     return min(1.0, (record.waiting + record.collectives) / record.seconds) if record.seconds else 0.0
+
+
+def _has_tokens(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() > 1 and not _has_fractions(value)
 
 
 def _has_fractions(value: torch.Tensor) -> bool:

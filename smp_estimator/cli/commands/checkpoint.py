@@ -399,13 +399,17 @@ def _choose(
     if may_be_broken:
         return chosen or found[0]
     if chosen is None or not chosen.is_whole:
-        broken = found if chosen is None else [chosen]
-        reasons = "; ".join(f"{c.name}: {c.problems[0]}" for c in broken if c.problems)
         whole = ", ".join(c.name for c in found if c.is_whole) or "none"
         raise ConfigError(
-            f"there is no whole checkpoint to convert ({reasons}); whole ones in {parent}: {whole}", code="SMP402"
+            f"there is no whole checkpoint to convert ({_problems_of(found, chosen)}); whole ones in {parent}: {whole}",
+            code="SMP402",
         )
     return chosen
+
+
+def _problems_of(found: list[FoundCheckpoint], chosen: FoundCheckpoint | None) -> str:
+    broken = found if chosen is None else [chosen]
+    return "; ".join(f"{c.name}: {c.problems[0]}" for c in broken if c.problems)
 
 
 def _with_tag(found: list[FoundCheckpoint], tag: str) -> FoundCheckpoint | None:

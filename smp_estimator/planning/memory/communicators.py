@@ -25,7 +25,9 @@ def talking_stages(stages: int, pieces: int = 1) -> set[tuple[int, int]]:
     """
     last = stages - 1
     forward = {(stage, stage + 1) for stage in range(last)}
-    if pieces > 1 and stages > 1:
+    # From the last stage a microbatch goes to the first one again, for the next piece.
+    has_ring = pieces > 1 and stages > 1
+    if has_ring:
         forward.add((last, 0))
     backward = {(target, source) for source, target in forward}
     results = {(last, stage) for stage in range(last)}
