@@ -25,6 +25,7 @@ ELSEWHERE: dict[str, list[Key]] = {
     "tests/clients/test_library_docs.py": [("lightning.md", "import lightning.pytorch"), ("lightning.md", "Fabric(")],
     "tests/model_trainer/test_jobs.py": [("sdk-v3.md", "trainer.train("), ("README.md", "trainer.train(")],
     "tests/version2/test_docs.py": [("version-2.md", "tsm.init()"), ("version-2.md", "SMPEstimator(")],
+    "tests/version2/test_fp8.py": [("how-it-works/fp8.md", "fp8_autocast(")],
     "tests/model_trainer/test_version2.py": [("version-2.md", "Torchrun(")],
     "tests/version2/test_checkpoints.py": [("version-2.md", "async_save(")],
     "tests/smddp/test_docs.py": [

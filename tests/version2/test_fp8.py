@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.documents.doc_runs import matching
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "container"
@@ -245,3 +246,19 @@ def test_its_modules_are_those_of_pytorch() -> None:
         assert caught.value.code == "SMP321"
     with pytest.raises(SMPUserError, match="normalization"):
         modules.LayerNormLinear(16, 16, normalization="none")
+
+
+def test_the_page_runs(ranks: Any) -> None:
+    (block,) = matching(("how-it-works/fp8.md", "fp8_autocast("), "python")
+    ranks(_run_block, 1, block.code, init=False)
+
+
+def _run_block(code: str) -> None:
+    import torch.sagemaker as tsm
+
+    import torch_sagemaker_finder  # noqa: F401
+    from smp_runtime.fp8 import autocast
+
+    exec(code, {"__name__": "__main__"})
+    assert set(autocast.scales_to_save()) == {"0", "2"}
+    tsm.shutdown()
