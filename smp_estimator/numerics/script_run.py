@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -112,9 +113,11 @@ def _wait_for(
         return process.wait(timeout)
     except BaseException:
         process.terminate()
-        try:
-            process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
         raise
+    finally:
+        # Processes that the command has started may still run, also after its own end.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_PATIENCE)

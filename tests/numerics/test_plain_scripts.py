@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from smp_config import ConfigError
 from smp_estimator.numerics.plain_verification import compare_plain
 from smp_estimator.numerics.report import write_verdict
 from smp_estimator.numerics.script_run import run_recorded
+from smp_launch.machine.processes import all_processes
 
 _SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 _PLAIN = _SCRIPTS / "plain"
@@ -177,3 +179,19 @@ def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo it waits; exec sleep 600"]
     with pytest.raises(ConfigError, match=r"was ended after 2 seconds[\s\S]*it waits"):
         run_recorded("slow", command, tmp_path / "record", dict(os.environ), timeout=2.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "timeout", "said"),
+    [("exit 3", None, "exit code 3"), ("trap 'exit 0' TERM; wait", 2.0, "ended after 2 seconds")],
+    ids=["ended", "late"],
+)
+def test_no_process_of_a_run_outlives_it(tmp_path: Path, end: str, timeout: float | None, said: str) -> None:
+    command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; {end}"]
+    with pytest.raises(ConfigError, match=said):
+        run_recorded("leaving", command, tmp_path / "record", dict(os.environ), timeout=timeout)
+    left = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 30.0
+    while any(process.pid == left and not process.ended for process in all_processes()):
+        assert time.monotonic() < deadline, "the run's own process still runs"
+        time.sleep(0.01)
