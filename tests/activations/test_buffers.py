@@ -1,4 +1,4 @@
-"""Running a region again leaves the buffers of its modules alone, and finds them as the forward pass did."""
+"""Running a region again leaves buffers and parameters of its modules alone, and finds them as the forward pass did."""
 
 from __future__ import annotations
 
@@ -43,6 +43,36 @@ class Functional(nn.Module):
         return F.batch_norm(x, self.mean, self.variance, training=True)
 
 
+class Follows(nn.Module):
+    """Moves a frozen parameter toward a trained one in its forward pass, and subtracts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.mean = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.move(0.5 * self.mean + 0.5 * (self.scale + x.mean(0)))
+        return x.pow(2) * self.scale - self.mean.clone() * x
+
+    def move(self, value: torch.Tensor) -> None:
+        self.mean.data = value
+
+
+class FollowsInPlace(Follows):
+    """The same in place."""
+
+    def move(self, value: torch.Tensor) -> None:
+        self.mean.copy_(value)
+
+
+class FollowsUnseen(Follows):
+    """The same by a write that changes no counter."""
+
+    def move(self, value: torch.Tensor) -> None:
+        self.mean.data.copy_(value)
+
+
 MODULES = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "cumulative": (lambda: nn.BatchNorm1d(4, momentum=None), (6, 4)),
@@ -54,6 +84,9 @@ MODULES = {
     "in place": (Averages, (6, 4)),
     "replaced": (Replaces, (6, 4)),
     "functional": (Functional, (6, 4)),
+    "parameter assigned": (Follows, (6, 4)),
+    "parameter in place": (FollowsInPlace, (6, 4)),
+    "parameter unseen": (FollowsUnseen, (6, 4)),
 }
 
 
@@ -82,7 +115,7 @@ def _trained(module, shape, checkpoints, how):
 
 @pytest.mark.parametrize("how", ["module", "function", "sequential"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_second_run_leaves_buffers_alone(solo, name, how):
+def test_a_second_run_leaves_what_a_module_keeps_alone(solo, name, how):
     solo({})
     make, shape = MODULES[name]
     torch.manual_seed(0)
@@ -90,3 +123,17 @@ def test_a_second_run_leaves_buffers_alone(solo, name, how):
     expected = _trained(copy.deepcopy(module), shape, checkpoints=False, how=how)
     for one, other in zip(_trained(module, shape, checkpoints=True, how=how), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_are_too_large_to_be_copied_are_assigned_or_refused(solo, monkeypatch):
+    from smp_runtime.activations import region_parameters
+    from smp_runtime.errors import SMPUserError
+
+    monkeypatch.setattr(region_parameters, "MOST_COPIED", 0)
+    solo({})
+    expected = _trained(Follows().double(), (6, 4), checkpoints=False, how="module")
+    for one, other in zip(_trained(Follows().double(), (6, 4), True, "module"), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with pytest.raises(SMPUserError, match="writes into mean of FollowsInPlace") as refused:
+        _trained(FollowsInPlace().double(), (6, 4), True, "module")
+    assert refused.value.code == "SMP309"

@@ -59,7 +59,7 @@ class Alone(Training):
         self, batch: Batch, loss_of: Callable[..., torch.Tensor], use: Callable[[torch.Tensor, int], None]
     ) -> float:
         replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
-        first, total = [buffer.clone() for buffer in self.model.buffers()], 0.0
+        first, total = self._written_values(), 0.0
         for replica in reversed(range(replicas)):  # those of the first stay
             self._take(self._statistics.get(replica, first) if replica else first)
             for number in range(microbatches):
@@ -67,12 +67,19 @@ class Alone(Training):
                 loss = loss_of(*piece)
                 use(loss, replicas * microbatches)
                 total += float(loss.detach()) / (replicas * microbatches)
-            self._statistics[replica] = [buffer.clone() for buffer in self.model.buffers()]
+            self._statistics[replica] = self._written_values()
         return total
 
+    def _written(self) -> list[torch.Tensor]:
+        """Return what forward passes may write into, which each replica has for itself."""
+        return [*self.model.buffers(), *(self.model.get_parameter(name).data for name in self.net.writes)]
+
+    def _written_values(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self._written()]
+
     def _take(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self.model.buffers(), values, strict=True):
-            buffer.copy_(value)
+        for tensor, value in zip(self._written(), values, strict=True):
+            tensor.copy_(value)
 
     def clip(self) -> None:
         """See :class:`Training`."""

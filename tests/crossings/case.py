@@ -110,8 +110,8 @@ EVENTS = (
 
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
-#: Models whose forward pass changes buffers.
-_CHANGING = ("images", "averaging")
+#: Models whose forward pass changes buffers, or parameters that nothing trains.
+_CHANGING = ("images", "averaging", "follower")
 
 #: Those that take norms of whole tensors.
 _OF_TENSORS = ("lamb", "novograd")

@@ -1,4 +1,4 @@
-"""Models that a case trains: small, and each with something that makes parallel training hard."""
+"""Models that a case trains, with their batches and losses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.prune
+from crossings import own_nets as own
+from crossings.own_nets import VOCABULARY, WIDTH, Perceptron
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-WIDTH, LENGTH, VOCABULARY = 8, 6, 13
+LENGTH = 6
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -30,6 +30,7 @@ class Net:
         varies: whether samples may have another length.
         from_transformers: whether the library makes it.
         generates: whether it has a method ``generate``.
+        writes: parameters into which its forward pass writes other values with each call.
     """
 
     make: Callable[[], nn.Module]
@@ -40,6 +41,7 @@ class Net:
     varies: bool = False
     from_transformers: bool = False
     generates: bool = False
+    writes: tuple[str, ...] = ()
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that :attr:`make` has made."""
@@ -85,189 +87,6 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype.itemsize == 2 else logits
 
 
-class Block(nn.Module):
-    """Norm, two linear maps and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Perceptron(nn.Module):
-    """A stack of blocks between two linear maps.
-
-    Args:
-        make: a block.
-    """
-
-    def __init__(self, make: Callable[[], nn.Module] = Block, count: int = 4) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(make() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x)
-
-
-class Recomputed(Block):
-    """A block that the model itself computes again in backward, as the layers of Transformers do.
-
-    Args:
-        reentrant: in PyTorch's older way.
-    """
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant) if self.training else super().forward(x)
-
-
-class Convolution(nn.Module):
-    """A convolution whose norm keeps running statistics."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.norm(self.conv(x)))
-
-
-class Images(nn.Module):
-    """Convolutions with batch norms before a linear head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.head = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(Convolution(WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean((2, 3)))
-
-
-class Down(nn.Module):
-    """Halves an image, and hands on what it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1), nn.GroupNorm(2, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(self.norm(self.conv(x))), x
-
-
-class Up(nn.Module):
-    """Doubles an image, and adds what it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.ConvTranspose2d(WIDTH, WIDTH, 2, stride=2)
-
-    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.conv(x)) + skip
-
-
-class Skips(nn.Module):
-    """A U-Net: what early blocks give goes to late ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.head = nn.Conv2d(3, WIDTH, 1), nn.Conv2d(WIDTH, 4, 1)
-        self.layers = nn.ModuleList([Down(), Down(), Up(), Up()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, skips = self.enter(x), []
-        for layer in self.layers[:2]:
-            x, skip = layer(x)
-            skips.append(skip)
-        for layer in self.layers[2:]:
-            x = layer(x, skips.pop())
-        return self.head(x).mean((2, 3))
-
-
-class Recurrent(nn.Module):
-    """LSTMs over a sequence, each of which gives several tensors; nothing comes before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
-        self.leave = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        return self.leave(x)
-
-
-class Tied(nn.Module):
-    """A head that has the table's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Packed(nn.Module):
-    """A block that takes and gives a dictionary with a list in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block()
-
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        x = self.inner(state["x"])
-        return {"x": x, "seen": [*state["seen"], x.mean(-1)]}
-
-
-class Nested(nn.Module):
-    """Blocks that hand on nested structures, all of which count in the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Packed() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state: dict[str, Any] = {"x": self.enter(x), "seen": []}
-        for layer in self.layers:
-            state = layer(state)
-        return self.leave(state["x"]) + torch.stack(state["seen"]).sum(0)[..., None]
-
-
-class LateHead(nn.Module):
-    """A head that only batches with a positive sum use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave, self.late = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.late(x) + self.leave(x) if bool(uses.all()) else self.leave(x)
-
-
 def _late_batch(step: int, size: int, length: int) -> Batch:
     x, target = _vectors(step, size, length)
     return x, target, torch.full((size,), step % 3 == 2)
@@ -275,150 +94,6 @@ def _late_batch(step: int, size: int, length: int) -> Batch:
 
 def _late_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
     return (model(x, uses) - target).square().mean()
-
-
-class Forked(nn.Module):
-    """Two heads, of which the first number of a batch chooses one: replicas and passes train different parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        head = self.left if float(x[0, 0, 0]) > 0 else self.right
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return head(x)
-
-
-class Buffered(nn.Module):
-    """Buffers of which no state dict has all: rotations that are not persistent, and an average that forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.register_buffer("angles", torch.arange(1, WIDTH + 1) / 4.0, persistent=False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x) + (self.angles * torch.arange(x.shape[1], device=x.device)[:, None]).cos().to(x.dtype)
-        for layer in self.layers:
-            x = layer(x) * self.scale
-        return self.leave(x)
-
-
-class Initialised(Perceptron):
-    """An initialiser that assigns ``.data``, and one that reads a parameter to make another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.position.data = nn.init.trunc_normal_(self.position.data.clone(), std=0.2)
-        with torch.no_grad():
-            self.leave.weight.copy_(self.enter.weight.t() * 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + self.position)
-
-
-class Expert(nn.Module):
-    """Two experts, of which each position has the one that a router prefers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.router(x).softmax(-1)
-        chosen = weights.argmax(-1, keepdim=True)
-        parts = [(chosen == i) * weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]
-        return x + parts[0] + parts[1]
-
-
-class Averaging(Perceptron):
-    """A running average that each forward pass in training changes and uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return super().forward(x - self.average)
-
-
-class Gain(nn.Module):
-    """A residual branch that is scaled by a parameter of its own, as in ConvNeXt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gain = nn.Parameter(torch.full((WIDTH,), 0.3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.mix(self.norm(x))) * self.gain
-
-
-class Normed(nn.Module):
-    """Linear maps of which length and direction are trained, and one whose greatest singular value is kept at 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2 * WIDTH))
-        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Pruned(Block):
-    """A block without the smallest of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for module in (self.up, self.down):
-            nn.utils.prune.l1_unstructured(module, "weight", amount=0.3)
-
-
-class Clamped(Perceptron):
-    """A forward pass that keeps a parameter small, as critics of GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.full((WIDTH,), 0.4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.shift.clamp_(-0.25, 0.25)
-        return super().forward(x + self.shift)
-
-
-class Adapted(nn.Module):
-    """A linear map that trains a product of two narrow matrices only, as LoRA does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.narrow, self.widen = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-        self.base.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + torch.tanh(self.base(y) + self.widen(self.narrow(y)) * 2.0)
-
-
-class Adapters(Perceptron):
-    """Frozen blocks with adapters that train."""
-
-    def __init__(self) -> None:
-        super().__init__(Adapted)
-        self.enter.requires_grad_(False)
 
 
 def _image_model(name: str, layers: str, **settings: Any) -> Net:
@@ -462,25 +137,33 @@ _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 NETS: dict[str, Net] = {
     "perceptron": Net(Perceptron, _vectors, _square, varies=True),
-    "images": Net(Images, _images, _classes),
-    "skips": Net(Skips, _images, _classes),
-    "recurrent": Net(Recurrent, _vectors, _square, varies=True),
-    "tied": Net(Tied, _tokens, _next_token, varies=True),
-    "nested": Net(Nested, _vectors, _square, varies=True),
-    "late_head": Net(LateHead, _late_batch, _late_loss),
-    "forked": Net(Forked, _vectors, _square, branches=True, varies=True),
-    "buffered": Net(Buffered, _vectors, _square, varies=True),
-    "initialised": Net(Initialised, _vectors, _square, varies=True),
-    "gains": Net(lambda: Perceptron(Gain), _vectors, _square, varies=True),
-    "normed": Net(lambda: Perceptron(Normed, 3), _vectors, _square, varies=True),
-    "pruned": Net(lambda: Perceptron(Pruned, 3), _vectors, _square, varies=True),
-    "recomputed": Net(lambda: Perceptron(Recomputed), _vectors, _square, varies=True),
-    "clamped": Net(Clamped, _vectors, _square, varies=True),
-    "adapters": Net(Adapters, _vectors, _square, varies=True),
-    "mixture": Net(lambda: Perceptron(Expert, 2), _vectors, _square, varies=True),
+    "images": Net(own.Images, _images, _classes),
+    "skips": Net(own.Skips, _images, _classes),
+    "recurrent": Net(own.Recurrent, _vectors, _square, varies=True),
+    "tied": Net(own.Tied, _tokens, _next_token, varies=True),
+    "nested": Net(own.Nested, _vectors, _square, varies=True),
+    "late_head": Net(own.LateHead, _late_batch, _late_loss),
+    "forked": Net(own.Forked, _vectors, _square, branches=True, varies=True),
+    "buffered": Net(own.Buffered, _vectors, _square, varies=True),
+    "initialised": Net(own.Initialised, _vectors, _square, varies=True),
+    "gains": Net(lambda: Perceptron(own.Gain), _vectors, _square, varies=True),
+    "normed": Net(lambda: Perceptron(own.Normed, 3), _vectors, _square, varies=True),
+    "pruned": Net(lambda: Perceptron(own.Pruned, 3), _vectors, _square, varies=True),
+    "recomputed": Net(lambda: Perceptron(own.Recomputed), _vectors, _square, varies=True),
+    "clamped": Net(own.Clamped, _vectors, _square, varies=True),
+    "follower": Net(
+        lambda: Perceptron(own.Following, 3),
+        _vectors,
+        _square,
+        varies=True,
+        writes=tuple(f"layers.{i}.teacher.{name}" for i in range(3) for name in ("weight", "bias")),
+    ),
+    "chained": Net(own.Chained, _vectors, _square, varies=True),
+    "adapters": Net(own.Adapters, _vectors, _square, varies=True),
+    "mixture": Net(lambda: Perceptron(own.Expert, 2), _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
     "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=2, **_LLAMA),
-    "averaging": Net(Averaging, _vectors, _square, varies=True),
+    "averaging": Net(own.Averaging, _vectors, _square, varies=True),
     "vit": _image_model(
         "ViT",
         "vit.encoder.layer",

@@ -2,8 +2,8 @@
 
 The mechanism is PyTorch's checkpointing without re-entry. This module adds: arguments of any structure, with every
 tensor kept under the key of its use (so that it can wait elsewhere, see :mod:`.offloading`); the random numbers of the
-running task; buffers that the second run must not change; and a check that no module of another pipeline stage is
-called inside.
+running task; buffers and parameters that the second run must not change; and a check that no module of another pipeline
+stage is called inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp_runtime.activations.caches import without_caches
 from smp_runtime.activations.offloading import Offloader, Stored
-from smp_runtime.activations.region_buffers import RegionBuffers
+from smp_runtime.activations.region_buffers import RegionBuffers, modules_of
+from smp_runtime.activations.region_parameters import RegionParameters
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors.random_state import RandomState
@@ -97,6 +98,7 @@ class _Region:
         self._offloader: Offloader | None = activations.offloader
         self._label = label
         self._buffers = RegionBuffers(function)
+        self._parameters = RegionParameters(modules_of(function), label)
         self._random = RandomState.of_now(activations.device_of(leaves)) if preserve_rng_state else None
         self._given: list[Any] | None = leaves
         keep = Stored if self._offloader is None else self._offloader.store
@@ -122,6 +124,7 @@ class _Region:
         del leaves
         result = self._inside(args, kwargs)
         self._buffers.forward_ended()
+        self._parameters.forward_ended()
         if self._activations.remote_calls() != calls:
             raise SMPUserError(
                 f"the checkpointed region {self._label!r} calls modules of other pipeline stages, and running it again in backward "
@@ -146,7 +149,7 @@ class _Region:
         ]
         args, kwargs = tree_unflatten(leaves, self._structure)
         del leaves
-        with self._buffers.apart():
+        with self._buffers.apart(), self._parameters.as_before():
             if self._random is None:
                 return self._inside(args, kwargs)
             outside = RandomState.of_now(self._activations.device)

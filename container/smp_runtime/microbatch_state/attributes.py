@@ -18,6 +18,7 @@ import torch
 
 from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
 from smp_runtime.microbatch_state.entries import ABSENT, Entries, ModuleSlot, Taken
+from smp_runtime.tensors.parameter_attributes import owner_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -50,15 +51,21 @@ class _Attribute:
 def weight_versions(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return what changes when a module's own parameters are written, or get other data, by name.
 
-    Parameters that are gathered for a while only get other data all the time, and are left out.
+    Parameters that are gathered for a while get other data all the time; for them writes are counted.
     """
     versions: dict[str, tuple[int, ...]] = {}
     with DisableTorchFunctionSubclass():
         for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            owner = owner_of(parameter)
+            gathered = None if owner is None else owner.gathered_with(parameter)
+            if gathered is not None:
+                versions[name] = (id(parameter), gathered.writes)
+                continue
             if type(parameter) is not torch.nn.Parameter or parameter.is_meta:
                 continue
-            if not hasattr(parameter, "ds_tensor"):
-                versions[name] = (id(parameter), parameter._version, parameter.data_ptr())
+            versions[name] = (id(parameter), parameter._version, parameter.data_ptr())
     return versions
 
 

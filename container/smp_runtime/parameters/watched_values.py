@@ -63,6 +63,9 @@ class WatchedValues:
         self._is_touched = True
         return get_data(parameter)
 
+    def gathered_with(self, parameter: nn.Parameter) -> None:
+        """Return None: the rank has the whole parameter."""
+
     def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Apply ``parameter.data = value``; the address reveals it."""
         set_data(parameter, value)

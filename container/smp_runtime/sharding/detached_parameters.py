@@ -31,9 +31,11 @@ class GatheredUnit(Protocol):
 
     Attributes:
         is_touched: whether the script may have written into them without a change of any counter.
+        writes: how many times values were written into them otherwise.
     """
 
     is_touched: bool
+    writes: int
 
     @property
     def storage_key(self) -> int:
@@ -41,6 +43,12 @@ class GatheredUnit(Protocol):
 
     def detach(self) -> None:
         """Keep this rank's part of values written into the whole, and free the whole."""
+
+    def begin_repeat(self) -> None:
+        """Begin a repetition of a forward pass, whose writes must be those of the first one."""
+
+    def end_repeat(self) -> bool:
+        """Return whether the repetition has written other values."""
 
 
 class Shards(Protocol):
@@ -107,6 +115,11 @@ class ShardOwner:
         is_own = value is parameter or (isinstance(value, DetachedValues) and value.of is parameter)
         if shards is not None and not is_own:
             shards.assign(parameter, value)
+
+    def gathered_with(self, parameter: nn.Parameter) -> GatheredUnit | None:
+        """Return the unit that the parameter is gathered with."""
+        shards = self._shards()
+        return None if shards is None else shards.unit_of(parameter)
 
     def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the whole gradient, gathered if it was reduced already."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_runtime.sharding.detached_parameters import show_attached, show_detached
-from smp_runtime.tensors.parameter_attributes import set_data
+from smp_runtime.tensors.parameter_attributes import get_data, set_data
 from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ class ShardedUnit(FlatUnit):
         is_filled: whether the parameters hold this rank's part only, for a script that reads or writes them.
         is_touched: whether the script may have written into the parameters without a change of any counter.
         was_written: whether it has, so that float32 copies must follow.
+        writes: how many times values were written into the parameters, except through a tensor that ``data`` returned.
         rounding: gathers the unit in 8 bits; None for a unit that is always gathered as it is.
         is_rounded: whether the last gather was in 8 bits.
     """
@@ -225,6 +226,8 @@ class ShardedUnit(FlatUnit):
         self.is_filled = False
         self.is_touched = False
         self.was_written = False
+        self.writes = 0
+        self._is_repeating = self._has_other_values = False
         self.rounding: RoundingGather | None = None
         self.is_rounded = False
         self._versions: list[int] = []
@@ -278,6 +281,8 @@ class ShardedUnit(FlatUnit):
     @torch.no_grad()
     def keep_shard(self) -> None:
         """Copy this rank's shard from the whole, after a write into the parameters."""
+        if self._is_repeating and not torch.equal(self.shard, self._part):
+            self._has_other_values = True
         self.shard.copy_(self._part)
 
     def note_values(self) -> None:
@@ -287,14 +292,41 @@ class ShardedUnit(FlatUnit):
 
     def keep_written(self) -> None:
         """Keep this rank's part of values written into the parameters since they were attached, if any."""
-        if not self.ready:
-            return
-        versions = [parameter._version for parameter in self.parameters]
-        was_written = self.is_touched or self._versions != versions
-        if was_written:
+        if self._find_writes():
             self.keep_shard()
             self.was_written = True
             self.note_values()
+
+    def begin_repeat(self) -> None:
+        """Begin a repetition of a forward pass; from now on written values are compared with the shard."""
+        self.keep_written()
+        self._is_repeating, self._has_other_values = True, False
+
+    def end_repeat(self) -> bool:
+        """Return whether the repetition has written other values into this rank's part."""
+        self.keep_written()
+        self._is_repeating = False
+        return self._has_other_values
+
+    def _find_writes(self) -> bool:
+        """Count writes into the parameters; return whether there may be any that the shard lacks."""
+        if not self.ready:
+            return False
+        self._take_assigned()
+        is_counted = self._versions != [parameter._version for parameter in self.parameters]
+        self.writes += is_counted
+        return self.is_touched or is_counted
+
+    @torch.no_grad()
+    def _take_assigned(self) -> None:
+        """Copy values of parameters that show other memory than the whole: compiled code sets ``data`` past its owner."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            data = get_data(parameter)
+            if data.data_ptr() != view.data_ptr():
+                view.copy_(data)
+                set_data(parameter, view)
+                self.is_touched = True
+                self.writes += 1
 
     def assign(self, index: int, value: torch.Tensor) -> None:
         """Write one parameter's whole value into the gathered unit, or else into this rank's shard."""
@@ -302,6 +334,7 @@ class ShardedUnit(FlatUnit):
             with torch.no_grad():
                 self._views[index].copy_(value)
             self.is_touched = True
+            self.writes += 1
         else:
             self.take(index, value)
 

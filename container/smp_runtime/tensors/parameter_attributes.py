@@ -18,6 +18,22 @@ _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
 
+class GatheredValues(Protocol):
+    """Parameters of which each rank keeps a part, while the whole of them is in memory.
+
+    Attributes:
+        writes: how many times values were written into the whole, except through a tensor that ``data`` returned.
+    """
+
+    writes: int
+
+    def begin_repeat(self) -> None:
+        """Begin a repetition of a forward pass, whose writes must be those of the first one."""
+
+    def end_repeat(self) -> bool:
+        """Return whether the repetition has written other values."""
+
+
 class Owner(Protocol):
     """Answers for ``data`` and ``grad`` of the parameters that it owns."""
 
@@ -26,6 +42,9 @@ class Owner(Protocol):
 
     def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take ``parameter.data = value``."""
+
+    def gathered_with(self, parameter: nn.Parameter) -> GatheredValues | None:
+        """Return what gathers the parameter, or None if this rank has all of it."""
 
     def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``."""
