@@ -20,9 +20,9 @@ from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
-from smp_runtime.nn.sharded.linear import LinearSplit, PlannedLinear, features_of, has_own_weight
-from smp_runtime.nn.sharded.tables import Tables, module_like
-from smp_runtime.nn.sharded.vocabulary import PlannedHead, Tie, embedding_like
+from smp_runtime.nn.split_in_place.linear import LinearSplit, PlannedLinear, features_of, has_own_weight
+from smp_runtime.nn.split_in_place.tables import Tables, module_like
+from smp_runtime.nn.split_in_place.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.nn.transformer import DistributedTransformer
 
 if TYPE_CHECKING:

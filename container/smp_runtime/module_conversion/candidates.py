@@ -16,12 +16,12 @@ from smp_runtime.module_conversion import builtin
 from smp_runtime.module_conversion.registration import Registration, registration_of
 from smp_runtime.module_conversion.scopes import Mark, mark_of
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.nn.split_in_place.linear import is_linear
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 if TYPE_CHECKING:
     from smp_runtime.module_conversion.splitting import BlockSplit
-    from smp_runtime.nn.sharded.vocabulary import Tie
+    from smp_runtime.nn.split_in_place.vocabulary import Tie
 
 #: PEFT's list of the modules of a layer that hold adapters, and the name of the adapted module.
 _ADAPTER_NAMES = "adapter_layer_names"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.sharded.linear import PlannedLinear
+from smp_runtime.nn.split_in_place.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.block_entry import BlockEntry
 from smp_runtime.tensor_parallel.deferred import SlicedCalls
@@ -20,8 +20,8 @@ from smp_runtime.tensor_parallel.partial_region import OwnExperts, PartialRegion
 if TYPE_CHECKING:
     from torch import nn
 
-    from smp_runtime.nn.sharded.linear import LinearSplit
-    from smp_runtime.nn.sharded.tables import Tables
+    from smp_runtime.nn.split_in_place.linear import LinearSplit
+    from smp_runtime.nn.split_in_place.tables import Tables
     from smp_runtime.tensor_parallel.deferred import DeferredSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import kind_of, suggest
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.sharded.linear import LinearSplit, is_linear, is_transposed
+from smp_runtime.nn.split_in_place.linear import LinearSplit, is_linear, is_transposed
 
 if TYPE_CHECKING:
     from torch import nn

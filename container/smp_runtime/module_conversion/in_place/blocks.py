@@ -15,10 +15,10 @@ from smp_runtime.module_conversion.in_place.experts import is_list_of_experts
 from smp_runtime.module_conversion.scopes import Mark, mark_of
 from smp_runtime.module_conversion.transformers_tp_plan import leaves_of_plan
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.nn.split_in_place.linear import is_linear
 
 if TYPE_CHECKING:
-    from smp_runtime.nn.sharded.linear import LinearSplit
+    from smp_runtime.nn.split_in_place.linear import LinearSplit
 
 
 @dataclass(frozen=True)

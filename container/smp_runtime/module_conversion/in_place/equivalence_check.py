@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from smp_runtime.module_conversion.splitting import BlockSplit, Number, number_of, prepare
-from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.nn.split_in_place.linear import is_linear
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 from smp_runtime.tensor_parallel.deferred import DeferredSlice
 from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
@@ -25,7 +25,7 @@ from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
-    from smp_runtime.nn.sharded.linear import LinearSplit
+    from smp_runtime.nn.split_in_place.linear import LinearSplit
     from smp_runtime.parameters.registry import TensorSlice
 
 #: Relative to the greatest element. They allow for another order of additions, even if a block uses float32 in a part.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from smp_runtime.module_conversion.splitting import BlockSplit
-from smp_runtime.nn.sharded.linear import LinearSplit, features_of, is_linear, is_transposed
-from smp_runtime.nn.sharded.tables import Tables
+from smp_runtime.nn.split_in_place.linear import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.split_in_place.tables import Tables
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.nn.sharded.linear import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.split_in_place.linear import LinearSplit, features_of, is_linear, is_transposed
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,8 @@ from smp_runtime.module_conversion.in_place.uncalled_modules import with_twins
 from smp_runtime.module_conversion.splitting import BlockSplit, Number
 
 if TYPE_CHECKING:
-    from smp_runtime.nn.sharded.linear import LinearSplit
-    from smp_runtime.nn.sharded.tables import Tables
+    from smp_runtime.nn.split_in_place.linear import LinearSplit
+    from smp_runtime.nn.split_in_place.tables import Tables
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 from smp_runtime.module_conversion.splitting import number_of
-from smp_runtime.nn.sharded.linear import LinearSplit, features_of
-from smp_runtime.nn.sharded.tables import Tables
+from smp_runtime.nn.split_in_place.linear import LinearSplit, features_of
+from smp_runtime.nn.split_in_place.tables import Tables
 from smp_runtime.parameters.registry import intervals
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from smp_config.errors import kind_of
-from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.nn.split_in_place.linear import is_linear
 
 if TYPE_CHECKING:
     import torch

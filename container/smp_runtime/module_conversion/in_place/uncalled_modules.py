@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.module_conversion.in_place.equivalence_check import EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.splitting import BlockSplit
-from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.nn.split_in_place.linear import is_linear
 
 if TYPE_CHECKING:
     from torch import nn

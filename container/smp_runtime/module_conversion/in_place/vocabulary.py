@@ -16,7 +16,7 @@ from smp_runtime.module_conversion.registration import registration_of
 from smp_runtime.module_conversion.scopes import mark_of
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedLinear
-from smp_runtime.nn.sharded.vocabulary import Tie, is_vocabulary
+from smp_runtime.nn.split_in_place.vocabulary import Tie, is_vocabulary
 
 if TYPE_CHECKING:
     from smp_runtime.module_conversion.splitting import BlockSplit

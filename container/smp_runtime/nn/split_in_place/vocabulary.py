@@ -11,8 +11,8 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, ReadByOthers
 from smp_runtime.nn.embedding import rows_of_all
-from smp_runtime.nn.sharded.linear import has_own_weight
-from smp_runtime.nn.sharded.tables import inherit_attributes
+from smp_runtime.nn.split_in_place.linear import has_own_weight
+from smp_runtime.nn.split_in_place.tables import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.collectives import exchange_parts, gather_slices, use_replicated
 from smp_runtime.tensor_parallel.initialisation import normal_fill, uniform_for
