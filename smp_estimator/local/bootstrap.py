@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.machine import emulation
+from smp_config.machine.launchers import FOREIGN_PREFIXES
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_estimator.local.stop import TOKEN_VARIABLE
 from smp_launch.sagemaker.environment import has_gpu
@@ -28,10 +29,9 @@ _FOREIGN_PREFIXES = (
     "SM_",
     "SMP_LAUNCH_",
     "SAGEMAKER_BASE_DIR",
-    "OMPI_COMM_",
     "OMPI_UNIVERSE",
-    "PMIX_",
     "PRTE_LAUNCHED",
+    *FOREIGN_PREFIXES,
 )
 _FOREIGN_NAMES = frozenset(
     """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT SMP_RANK SMP_WORLD_SIZE SMP_LOCAL_RANK

@@ -75,3 +75,10 @@ def test_the_signature_and_the_help_are_those_of_the_parameters() -> None:
 def test_the_stub_for_editors_is_up_to_date() -> None:
     """If not: ``python tests/support/documents/stubs.py && make format``."""
     assert ast.dump(ast.parse(stubs.STUB.read_text())) == ast.dump(ast.parse(stubs.stub()))
+
+
+def test_the_page_of_parameters_is_up_to_date() -> None:
+    """If not: ``python tests/support/documents/stubs.py``."""
+    text = stubs.PAGE.read_text(encoding="utf-8")
+    assert text == stubs.page()
+    assert "| `pipeline` | `interleaved`, `zero_bubble`, `simple` | `interleaved` |" in text
