@@ -108,7 +108,7 @@ test-gpu:
 test: test-sdk-floor test-newest
 
 test-newest: $(VENV)/.installed
-	$(BIN)/$(RUNNER) pytest newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3
+	$(BIN)/$(RUNNER) pytest newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3 --budget
 
 # While a change is being made: its room first, then by the imports that lead to it. BASE=origin/main counts from there.
 BASE ?= HEAD

@@ -22,17 +22,19 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    from runner import recording
+    from runner import budget, recording
 
     recording.add_option(parser)
+    budget.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from runner import recording
+    from runner import budget, recording
     from support import matrix
     from support.documents.client_cases import Cases
 
     recording.register(config)
+    budget.register(config)
 
     matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())

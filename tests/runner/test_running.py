@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from runner import running, table
+from runner.budget import Budget
 from runner.environments import ROOT, Environment, Selection
 from runner.report import Report
 from runner.running import Result, Setting, collect, run_slice
@@ -266,3 +268,62 @@ def test_tests_are_collected_without_running(project: Path) -> None:
     (project / "tests" / "test_whole.py").write_text("import no_such_module\n")
     assert collect(environment(), given) != 0
     assert outcomes(project)["tests/test_whole.py"] == FAILED
+
+
+_CONFTEST = """
+from runner import budget
+
+def pytest_configure(config):
+    limits = budget.Budget(0.05, {"test_slow.py::test_known": "it waits"})
+    config.pluginmanager.register(budget.Watch(limits, is_worker=False, slowness=lambda: %s))
+"""
+_SLOW = """
+import pathlib, time
+
+def ran(name):
+    with open(pathlib.Path(__file__).with_name("ran"), "a") as file:
+        file.write(name + " ")
+    time.sleep(0.2)
+
+def test_known(): ran("known")
+def test_always(): ran("always")
+
+def test_fails():
+    ran("fails")
+    assert False
+"""
+
+
+@pytest.mark.parametrize(("slowness", "times"), [("1.0", 2), ("1000.0", 1)])
+def test_a_test_that_is_far_above_the_budget_twice_fails_the_run(tmp_path, slowness, times):
+    (tmp_path / "conftest.py").write_text(_CONFTEST % slowness)
+    (tmp_path / "test_slow.py").write_text(_SLOW)
+
+    def run(*names: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
+        tests = Path(__file__).parents[1]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tests)}, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run("test_slow.py::test_known", "test_slow.py::test_always")
+    assert (tmp_path / "ran").read_text().split() == ["known"] + times * ["always"]
+    assert ("s  test_slow.py::test_always" in said) == bool(code) == (times == 2), said
+    assert "s  test_slow.py::test_known" not in said
+    code, said = run("test_slow.py::test_fails")
+    assert code == 1
+    assert "1 failed" in said
+    assert (tmp_path / "ran").read_text().split().count("fails") == 1
+    assert run("test_slow.py")[0] == 1
+    (tmp_path / "test_slow.py").write_text(_SLOW.replace("test_known", "test_renamed"))
+    assert "names what is no test: test_slow.py::test_known" in run("test_slow.py")[1], "an old reason"
+
+
+def test_reasons_of_slow_tests_name_tests():
+    budget = Budget.read()
+    assert budget.seconds == 3
+    assert all(reason for reason in budget.reasons.values())
+    assert all((Path(__file__).parents[2] / name.partition("::")[0]).exists() for name in budget.reasons)
+    longer = (Path(__file__).parents[1] / "longer-tests.txt").read_text(encoding="utf-8").splitlines()
+    assert not budget.reasons.keys() & set(longer), "the longer run has no budget"
