@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
+from smp_runtime.context.host_values import always_computed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -144,6 +145,7 @@ _MOST_INDICES = 256
 _MOST_TAKEN = 4
 
 
+@always_computed
 def _order(layout: SequenceLayout) -> torch.Tensor:
     most = max(layout.counts())
     order = torch.empty(layout.length, dtype=torch.int64)

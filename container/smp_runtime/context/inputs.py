@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from smp_config import Group
 from smp_runtime.context import (
@@ -21,6 +21,8 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
@@ -51,15 +53,12 @@ class SequenceInputs:
         """Return the job's, or None without context parallelism."""
         return ranks.keep(cls, lambda: cls(ranks)) if ranks.size(Group.CONTEXT) > 1 else None
 
-    def cut(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call's arguments with sequences in place of tensors that have tokens.
 
         Raises:
             SMPUserError: the ranks of the group were given different inputs.
         """
-        prepare(module)
         self._report()
         self._compare(args, kwargs)
         cut_args = tuple(map_leaves(self._cut_tensor, value) for value in args)
@@ -155,3 +154,9 @@ def _random_state(device: torch.device) -> list[float]:
 def whole_output(value: torch.Tensor) -> torch.Tensor:
     """Return a step's output as the script's other code can read it."""
     return value.whole("the step's output") if isinstance(value, ShardedSequence) else value
+
+
+def share_sequences_out(ranks: Ranks, modules: Iterable[nn.Module]) -> None:
+    """Prepare a model's modules on this rank for slices of sequences; no effect without context parallelism."""
+    if SequenceInputs.of(ranks) is not None:
+        prepare(modules)

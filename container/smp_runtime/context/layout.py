@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from smp_runtime.context.host_values import always_computed
+
 
 @dataclass(frozen=True)
 class SequenceLayout:
@@ -59,6 +61,7 @@ class SequenceLayout:
         length = len(range(start, stop, step))
         return SequenceLayout(("slice", self.key, start, stop, step), length, selected), list(places)
 
+    @always_computed
     def padded(self, before: int, after: int) -> SequenceLayout:
         """Return the layout of the sequence with further positions before and after; the first and last rank hold them."""
         shifted = [held + before for held in self.positions]
@@ -70,6 +73,7 @@ class SequenceLayout:
             shifted[last] = torch.cat([shifted[last], torch.arange(total - after, total)])
         return SequenceLayout(("padded", self.key, before, after), total, tuple(shifted))
 
+    @always_computed
     def rank_of(self, position: int) -> int:
         """Return the rank that holds a position."""
         for rank, held in enumerate(self.positions):
@@ -79,6 +83,7 @@ class SequenceLayout:
 
 
 @functools.lru_cache(maxsize=64)
+@always_computed
 def _select(
     key: Hashable, positions: tuple[torch.Tensor, ...], start: int, stop: int, step: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -92,6 +97,7 @@ def _select(
 
 
 @functools.lru_cache(maxsize=64)
+@always_computed
 def zigzag(length: int, ranks: int) -> SequenceLayout:
     """Divide a sequence into ``2 × ranks`` chunks, of which rank r holds r and ``2 × ranks - 1 - r``.
 
@@ -103,6 +109,7 @@ def zigzag(length: int, ranks: int) -> SequenceLayout:
 
 
 @functools.lru_cache(maxsize=64)
+@always_computed
 def contiguous(length: int, ranks: int) -> SequenceLayout:
     """Divide a sequence into one chunk per rank."""
     return SequenceLayout(("contiguous", length, ranks), length, torch.arange(length).tensor_split(ranks))

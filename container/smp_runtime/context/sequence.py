@@ -26,6 +26,9 @@ class Rule(Protocol):
 #: Rules by the operation's name without its owner (``add`` for ``torch.add`` and ``Tensor.add``), or with it.
 RULES: dict[str, Rule] = {}
 
+#: Names of arguments that PyTorch takes for NumPy's sake, and its own.
+_NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
 #: The rule of each function that was called, or None.
 _rule_of: dict[Callable[..., Any], tuple[str, Rule | None]] = {}
 
@@ -100,7 +103,7 @@ class ShardedSequence(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation by its rule, or on whole sequences."""
-        kwargs = kwargs or {}
+        kwargs = {_NAMES_OF_NUMPY.get(key, key): value for key, value in kwargs.items()} if kwargs else {}
         name, found = _rule_of.get(func) or _find_rule(func)
         if found is not None:
             result = found(func, args, kwargs)

@@ -43,7 +43,7 @@ def _get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     parts = _expand_index(sequence, index)
     if parts is None:
-        return NotImplemented
+        return _get_chosen(sequence, index)
     place = _place_of(parts, sequence.dim_held)
     taken = parts[place]
     dim = sum(not isinstance(part, int) for part in parts[:place])
@@ -60,6 +60,27 @@ def _get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     selected = sequence.like(local.index_select(dim, places[sequence.group.rank].to(local.device)), dim, layout)
     selected.is_copy_of_view = True
     return selected
+
+
+def _get_chosen(sequence: ShardedSequence, index: Any) -> Any:
+    """Return the entries of one other dim with given numbers; all else of the index is taken whole."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    places = [place for place, part in enumerate(parts) if isinstance(part, list | torch.Tensor)]
+    if len(places) != 1 or isinstance(parts[places[0]], ShardedSequence):
+        return NotImplemented
+    chosen = torch.as_tensor(parts[places[0]])
+    if chosen.dim() != 1 or chosen.dtype in (torch.bool, torch.uint8):
+        return NotImplemented
+    plain = [slice(None) if place == places[0] else part for place, part in enumerate(parts)]
+    expanded = _expand_index(sequence, tuple(plain))
+    if expanded is None or any(part != slice(None) for part in expanded):
+        return NotImplemented
+    behind_ellipsis = Ellipsis in plain[: places[0]]
+    dim = places[0] + (len(expanded) - len(parts) if behind_ellipsis else 0)
+    if dim == sequence.dim_held:
+        return NotImplemented
+    numbers = chosen.to(sequence.local.device) % sequence.shape[dim]
+    return sequence.like(sequence.local.index_select(dim, numbers))
 
 
 def _get_position(sequence: ShardedSequence, parts: list[Any], place: int) -> Any:

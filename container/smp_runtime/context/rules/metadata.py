@@ -45,6 +45,7 @@ def _read_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 @rule("requires_grad_", "retain_grad", "register_hook", "is_contiguous", "register_post_accumulate_grad_hook")
+@rule("untyped_storage", "data_ptr", "storage", "is_set_to")
 def _change_slice(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(args[0].local, *args[1:], **kwargs)
     return args[0] if isinstance(result, torch.Tensor) else result

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _UNARY = (
     "abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sign sgn signbit "
     "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin arccos arctan erf erfc erfinv sigmoid logit floor "
-    "ceil round trunc frac fix relu relu6 relu_ gelu silu mish elu elu_ selu celu leaky_relu leaky_relu_ prelu hardtanh "
+    "ceil round trunc frac fix relu relu6 relu_ gelu silu mish elu elu_ selu celu leaky_relu leaky_relu_ hardtanh "
     "hardtanh_ hardswish hardsigmoid hardshrink softplus softsign softshrink tanhshrink threshold logsigmoid lgamma digamma "
     "i0 sinc nan_to_num isnan isinf isfinite isposinf isneginf isreal logical_not bitwise_not deg2rad rad2deg clone detach "
     "contiguous float double half bfloat16 int long short bool byte char cpu cuda zeros_like ones_like full_like empty_like "

@@ -45,6 +45,8 @@ def _run_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return NotImplemented
     place, default = _ALONG[func.__name__]
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    if func.__name__ == "flip" and isinstance(dim, int):  # its dims may come one by one
+        dim = args[1:]
     dims = [dim] if isinstance(dim, int) else dim
     if not isinstance(dims, list | tuple) or sequence.dim_held in [one % sequence.dim() for one in dims]:
         return NotImplemented
@@ -56,10 +58,14 @@ def _local(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.local if isinstance(leaf, ShardedSequence) else leaf, value)
 
 
+#: Arguments by name that do not change which dims are reduced, and ``dim`` itself.
+_KNOWN = {"input", "dim", "keepdim", "dtype", "other", "correction", "unbiased", "p", "ord"}
+
+
 @rule(*_REDUCING)
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequence = args[0] if args else kwargs.get("input")
-    if "out" in kwargs:
+    if not kwargs.keys() <= _KNOWN:
         return NotImplemented
     if not isinstance(sequence, ShardedSequence):
         is_of_two = func.__name__ in ("max", "min") and len(args) == 2

@@ -52,8 +52,6 @@ def _as_copy(name: str, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) 
     "as_strided",
     "unfold",
     "diagonal",
-    "view_as_real",
-    "view_as_complex",
     "get:mH",
     "get:H",
     "adjoint",
@@ -87,6 +85,14 @@ def _target(name: str, sequence: ShardedSequence, args: _Args, kwargs: _Kwargs) 
 def _without_minus(sizes: Sequence[int], elements: int) -> tuple[int, ...]:
     known = math.prod(size for size in sizes if size != -1)
     return tuple(elements // known if size == -1 else size for size in sizes)
+
+
+@rule("view_as_real", "view_as_complex")
+def _view_as_pairs(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    sequence = args[0]
+    if func.__name__ == "view_as_complex" and sequence.dim_held == sequence.dim() - 1:
+        return _as_copy(func.__name__, func, args, kwargs)
+    return sequence.like(func(sequence.local))
 
 
 @rule("permute")
