@@ -40,7 +40,6 @@ VERSION_2 = {
     "allow_empty_shards": '"sdp_param_persistence_threshold", below which parameters stay whole,',
     "sm_activation_offloading": '"offload_activations"',
     "random_seed": "torch.manual_seed(…) in the script",
-    "context_parallel_degree": '"tensor_parallel_degree" with "optimize": "memory", which divides activations along the sequence',
 }
 
 #: Settings that only matter when ``sharded_data_parallel_degree`` is above 1.
@@ -78,6 +77,12 @@ class ModelParallelParameters(BaseModel):
     )
     sharded_data_parallel_degree: Whole = Field(
         1, ge=1, description="Processes that share parameters, gradients and optimizer state; 1 turns sharding off."
+    )
+    context_parallel_degree: Whole = Field(
+        1, ge=1, description="Processes that share each sequence out, and read the same batch; above 1 needs ddp."
+    )
+    context_parallel: Literal["auto", "ring", "all_gather", "all_to_all"] = Field(
+        "auto", description="How keys and values travel in attention; auto: in the way that sends the fewest bytes."
     )
     microbatches: Whole = Field(1, ge=1, description="Slices of a batch that run through the pipeline; 1 means none.")
     active_microbatches: Whole | None = Field(
@@ -123,6 +128,10 @@ class ModelParallelParameters(BaseModel):
     )
     fp16: StrictBool = Field(False, description="Train in float16 with fp32 master weights and loss scaling.")
     bf16: StrictBool = Field(False, description="Train in bfloat16 with fp32 master weights.")
+    fp8: StrictBool = Field(
+        False,
+        description="Linear layers multiply numbers of 8 bits, with delayed scales; sharded weights are gathered in 8 bits.",
+    )
     fp16_params: StrictBool = Field(False, description="Initialise distributed modules in float16.")
     offload_activations: StrictBool = Field(False, description="Checkpointed activations wait in CPU memory.")
     activation_loading_horizon: Whole = Field(
@@ -232,6 +241,7 @@ class ModelParallelParameters(BaseModel):
             raise ValueError("horovod is true, but it belongs to TensorFlow; remove it and set ddp to true instead")
         needs = {
             f"tensor_parallel_degree is {self.tensor_parallel_degree}": self.tensor_parallel_degree > 1,
+            f"context_parallel_degree is {self.context_parallel_degree}": self.context_parallel_degree > 1,
             f"sharded_data_parallel_degree is {self.sharded_data_parallel_degree}": self.sharded_data_parallel_degree
             > 1,
             "shard_optimizer_state is true": self.shard_optimizer_state,
@@ -268,9 +278,37 @@ class ModelParallelParameters(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _context(self) -> ModelParallelParameters:
+        degree = self.context_parallel_degree
+        if degree == 1:
+            return self
+        if self.tensor_parallel_degree > 1 and not self.prescaled_batch:
+            raise ValueError(
+                f"context_parallel_degree is {degree} and tensor_parallel_degree is {self.tensor_parallel_degree}; together they need "
+                'every tensor parallel group to read one batch: set "prescaled_batch": True'
+            )
+        for name, why in (
+            ("compile", "blocks are not compiled for slices of sequences"),
+            ("fp8", "the scales of 8 bits are those of whole sequences"),
+        ):
+            if getattr(self, name):
+                raise ValueError(
+                    f"context_parallel_degree is {degree} and {name} is true, but {why}: remove one of them"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _precision(self) -> ModelParallelParameters:
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both true; training has one half precision: keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _eight_bits(self) -> ModelParallelParameters:
+        if self.fp8 and self.compile:
+            raise ValueError(
+                "fp8 and compile are both true, and layers that multiply in emulated 8 bits are not compiled: keep one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -350,6 +388,7 @@ class ModelParallelParameters(BaseModel):
             tensor=self.tensor_parallel_degree,
             sharded=self.sharded_data_parallel_degree,
             placement=self.placement,
+            context=self.context_parallel_degree,
         )
 
     def warnings(self) -> list[str]:
@@ -379,6 +418,8 @@ class ModelParallelParameters(BaseModel):
                 f"active_microbatches is {active}, but microbatches is {self.microbatches}, the most that can be "
                 "in flight: it counts as that"
             )
+        if "context_parallel" in given and self.context_parallel_degree == 1:
+            found.append(f"context_parallel={self.context_parallel!r} ignored: context_parallel_degree is 1")
         if self.prescaled_batch and tensor == 1:
             found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
         return found + self._of_compiling() + self._without_effect()

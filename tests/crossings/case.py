@@ -38,13 +38,26 @@ TOPOLOGIES: dict[str, tuple[int, int, int, int, bool]] = {
     "pp4": (4, 4, 1, 1, False),
     "pp2-tp2-dp2": (8, 2, 2, 1, False),
     "pp2-tp2-s2": (8, 2, 2, 2, False),
+    "c2": (2, 1, 1, 1, False),
+    "c4": (4, 1, 1, 1, False),
+    "c2-dp2": (4, 1, 1, 1, False),
+    "c2-o4": (4, 1, 1, 1, True),
+    "c2-s2": (4, 1, 1, 2, False),
+    "c4-s4": (4, 1, 1, 4, False),
+    "c2-pp2": (4, 2, 1, 1, False),
+    "c2-tp2": (4, 1, 2, 1, False),
 }
+
+#: Of those in which ranks share sequences out, how many do.
+CONTEXT = {name: int(name[1]) for name in TOPOLOGIES if name.startswith("c")}
 
 #: For those in which ranks share parameters, others of as many ranks and stages.
 _UNSHARDED = {
     "s2": "o2",
     "s4": "o4",
     "s2-dp2": "o4",
+    "c2-s2": "c2-o4",
+    "c4-s4": "c4",
     "tp2-s2": "tp2-o2",
     "pp2-s2": "pp2-o2",
     "pp2-tp2-s2": "pp2-tp2-dp2",
@@ -209,6 +222,16 @@ class Case:
         return (self.topology, *(event.goes_to for event in self.events if event.kind in kinds))
 
     @property
+    def shares_sequences_out(self) -> bool:
+        """Whether ranks have slices of sequences at any time."""
+        return any(name in CONTEXT for name in self._topologies("resume_partial", "resume_full", "reshape"))
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether ranks have parts of layers at any time."""
+        return any(TOPOLOGIES[name][2] > 1 for name in self._topologies("resume_partial", "resume_full", "reshape"))
+
+    @property
     def divides_parameters(self) -> bool:
         """Whether a rank has a part of some parameters at any time."""
         degrees = [TOPOLOGIES[name] for name in self._topologies("resume_partial", "resume_full", "reshape")]
@@ -239,7 +262,7 @@ class Case:
     def replicas(self, topology: str) -> int:
         """Ranks that take another part of a batch each."""
         world, pp, tp, _, _ = TOPOLOGIES[topology]
-        return world // pp // (tp if self.prescaled else 1)
+        return world // pp // (tp if self.prescaled else 1) // CONTEXT.get(topology, 1)
 
     def settings(self, topology: str) -> dict[str, Any]:
         """What ``smp.init`` gets; the same settings are named for each topology, so that one can change into another."""
@@ -249,6 +272,7 @@ class Case:
             "pipeline_parallel_degree": pp,
             "tensor_parallel_degree": tp,
             "sharded_data_parallel_degree": sdp,
+            "context_parallel_degree": CONTEXT.get(topology, 1),
             "shard_optimizer_state": shards_state,
             "microbatches": self.microbatches,
             "prescaled_batch": self.prescaled,
@@ -330,7 +354,9 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
-    if case.use == "penalty" and (case.divides_parameters or case.is_placed_untraced):
+    if case.shares_sequences_out:
+        case = dataclasses.replace(case, compiled=False, prescaled=case.prescaled or case.divides_layers)
+    if case.use == "penalty" and (case.shares_sequences_out or case.divides_parameters or case.is_placed_untraced):
         case = dataclasses.replace(case, use="teacher")
     if not case.is_comparable and NETS[case.net].branches:
         events = tuple(dataclasses.replace(e, goes_to=_UNSHARDED.get(e.goes_to, e.goes_to)) for e in events)
