@@ -236,7 +236,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 type: $(VENV)/.installed
-	$(BIN)/mypy smp_estimator container/smp_config container/smp_records container/smp_launch container/smp_emulation container/smp_runtime container/smp_tools container/smp_integrations container/smp_version2 container/smdistributed container/torch_sagemaker
+	$(BIN)/mypy smp_estimator container/smp_config container/smp_records container/smp_launch container/smp_emulation container/smp_runtime container/smp_tools container/smp_integrations container/smp_version2 container/smdistributed container/smp_transformer_engine container/torch_sagemaker
 
 # What builds the site reads the code without running it, so that the project's own packages are not installed there.
 $(DOCS)/.installed: constraints/docs.txt

@@ -182,6 +182,9 @@ def test_outside_and_switched_off_nothing_is_rounded() -> None:
         assert not torch.equal(model(draw(0)), plain)
         with fp8_autocast(enabled=False):
             assert torch.equal(model(draw(0)), plain)
+            with fp8_autocast():
+                assert not torch.equal(model(draw(0)), plain)
+        assert not torch.equal(model(draw(0)), plain)
     assert torch.equal(model(draw(0)), plain)
     autocast.end_all()
     assert nn.Linear.forward.__module__ == "torch.nn.modules.linear"

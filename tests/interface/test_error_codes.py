@@ -117,7 +117,7 @@ _INSIDE = {
         smp_emulation.gpu_model.memory_calls""",
     "what Python says of a name that a module or an object does not have": """
         smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer
-        smp_version2.state""",
+        smp_version2.eight_bits.names smp_version2.state""",
     "a name that a package does not have, as Python says it": "smp_config.lazy_names",
     "what gloo says of a collective that others have left, word for word": "smp_runtime.comm.host.shared_memory",
 }

@@ -59,18 +59,18 @@ def started_layers() -> EightBitLayers:
     if found is None:
         found = EightBitLayers(DelayedScaling(), speaks=_is_first())
         begin(found, follows_optimizers=True)
-        _before.hand_over(found)
+        _hand_over.tell(found)
     return found
 
 
-class _Before:
+class _HandOver:
     """What layers that a script's first context starts have to know: its models, and the scales of a checkpoint."""
 
     def __init__(self) -> None:
         self.chosen: list[ChosenLayers] = []
         self.state: Mapping[str, Any] | None = None
 
-    def hand_over(self, layers: EightBitLayers) -> None:
+    def tell(self, layers: EightBitLayers) -> None:
         """Tell layers that have just begun."""
         for each in self.chosen:
             layers.adopt_chosen(each)
@@ -78,15 +78,15 @@ class _Before:
             layers.load_state_dict(self.state)
 
 
-_before = _Before()
+_hand_over = _HandOver()
 
 
 def note_model(model: nn.Module) -> None:
     """Name a model's layers by their paths in it, now or when the script's first context begins."""
     layers = running_layers()
     if layers is None:
-        _before.chosen = [each for each in _before.chosen if each.names]
-        _before.chosen.append(ChosenLayers(model))
+        _hand_over.chosen = [each for each in _hand_over.chosen if each.names]
+        _hand_over.chosen.append(ChosenLayers(model))
     else:
         layers.adopt(model)
 
@@ -105,7 +105,7 @@ def go_on_with(state: Mapping[str, Any]) -> None:
     """
     layers = running_layers()
     if layers is None:
-        _before.state = state
+        _hand_over.state = state
     else:
         layers.load_state_dict(state)
 
@@ -114,8 +114,8 @@ def end_all() -> None:
     """End all that has begun in this process, with a job."""
     for _, end in list(_running):
         end()
-    _before.chosen.clear()
-    _before.state = None
+    _hand_over.chosen.clear()
+    _hand_over.state = None
 
 
 def _is_first() -> bool:

@@ -70,6 +70,7 @@ class EightBitLayers:
         self._always = Window(recipe, records=True, keeps=False) if always else None
         self._open: Window | None = None
         self._is_off = False
+        self._held: Window | None = None  # around a context that is switched off
         self._layers: weakref.WeakKeyDictionary[nn.Module, LinearScales] = weakref.WeakKeyDictionary()
         self._left_out: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._by_name: dict[str, LinearScales] = {}
@@ -165,7 +166,9 @@ class EightBitLayers:
     @contextlib.contextmanager
     def context(self, recipe: DelayedScaling | None, group: AmaxGroup, *, enabled: bool) -> Iterator[None]:
         """Multiply in 8 bits inside the block, or not; the outermost block that does counts as a step of the scales."""
-        former = self._open, self._is_off
+        former = self._open, self._is_off, self._held
+        if enabled and self._open is None:  # inside one that is switched off inside another one
+            self._open = self._held
         is_outermost = enabled and self._open is None
         if is_outermost:
             self._begin(recipe or DelayedScaling(), group)
@@ -176,12 +179,12 @@ class EightBitLayers:
             )
         self._is_off = not enabled
         if not enabled:
-            self._open = None
+            self._open, self._held = None, self._open or self._held
         window = self._open
         try:
             yield
         finally:
-            self._open, self._is_off = former
+            self._open, self._is_off, self._held = former
         if is_outermost and window is not None and window.is_used and window.records:
             if window.recipe.reduce_amax:
                 self._reduce(group, (INPUT, WEIGHT))

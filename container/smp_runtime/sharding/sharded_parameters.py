@@ -18,13 +18,13 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.comm.collectives import TorchCollectives, broadcast_tensors
 from smp_runtime.errors import SMPUserError
+from smp_runtime.fp8.gathering import EightBitGather, find_scales
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import StandIn, materialize, stand_ins
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.script_writes import check_shape
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner
-from smp_runtime.sharding.eight_bit_gather import EightBitGather, find_scales
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.module_hooks import ModuleUses

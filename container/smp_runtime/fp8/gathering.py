@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -14,14 +14,39 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.comm.collectives import Work
-    from smp_runtime.sharding.all_gather import Gathering
-    from smp_runtime.sharding.flat_unit import ShardedUnit
 
 
 def find_scales(module: nn.Module) -> dict[int, LinearScales]:
     """Return the scales of a model's layers that multiply in 8 bits in all passes, by the ``id`` of their weights."""
     layers = running_layers()
     return {} if layers is None else layers.scales_in(module)
+
+
+class ShardGathering(Protocol):
+    """Brings the shards of a buffer together, see ``sharding/all_gather.py``."""
+
+    def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Begin to fill ``full`` from every rank's ``shard``."""
+        ...
+
+
+class ShardedWeights(Protocol):
+    """Weights of layers in one flat buffer, of which each rank has a shard; see ``sharding/flat_unit.py``."""
+
+    shard: torch.Tensor
+    shards: int
+    shard_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    fragments: list[Any]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the weights' shapes in a buffer of this layout."""
+        ...
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of such a buffer."""
+        ...
 
 
 class EightBitGather:
@@ -33,7 +58,7 @@ class EightBitGather:
         scales: of each parameter of the unit.
     """
 
-    def __init__(self, unit: ShardedUnit, scales: Sequence[LinearScales]) -> None:
+    def __init__(self, unit: ShardedWeights, scales: Sequence[LinearScales]) -> None:
         self._unit = unit
         self._scales = list(scales)
 
@@ -45,7 +70,7 @@ class EightBitGather:
         return rounds
 
     @torch.no_grad()
-    def start(self, gathering: Gathering, full: torch.Tensor) -> Work:
+    def start(self, gathering: ShardGathering, full: torch.Tensor) -> Work:
         """Begin to fill ``full``; the parts of other ranks are rounded, this rank's own is exact."""
         unit = self._unit
         sent = torch.zeros(unit.shard_elements, dtype=torch.uint8, device=unit.device)
