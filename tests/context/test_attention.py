@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,227 +12,23 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from support import matrix
 from support.matrix import sampled
+from support.models.attention_cases import (
+    TOLERANCE,
+    Group,
+    compare_all,
+    differences,
+    random_numbers,
+    small_tiles,
+    train_once,
+)
 
-from smp_runtime.comm.collectives import TorchCollectives
-from smp_runtime.context.attention import METHODS, attend, balance_documents, fused, plan, visibility, zigzag_indices
+from smp_runtime.context.attention import METHODS, attend, balance_documents, fused, zigzag_indices
 from smp_runtime.context.attention.scores import PositionalDropout
 from smp_runtime.context.attention.traffic import counters_of
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-MASKS = [
-    *(
-        "none",
-        "causal",
-        "padded",
-        "left padded",
-        "packed",
-        "window",
-        "chunked",
-        "prefix",
-        "random",
-        "causal beside random",
-    ),
-    *(
-        "bias",
-        "bias of heads",
-        "causal beside bias",
-        "learned",
-        "learned for all rows",
-        "large numbers",
-        "empty blocks",
-    ),
-]
 
-
-class Group(SimpleNamespace):
-    """All ranks of a test, or this one alone."""
-
-    __hash__ = object.__hash__
-
-    @classmethod
-    def whole(cls):
-        world = dist.group.WORLD
-        return cls(
-            rank=dist.get_rank(), size=dist.get_world_size(), process_group=world, collectives=TorchCollectives()
-        )
-
-    @classmethod
-    def alone(cls):
-        return cls(rank=0, size=1, process_group=None, collectives=None)
-
-
-def _positions(draw, length, ranks):
-    """Each rank's positions: in one of the ways in which sequences are divided."""
-    kind = draw.choice(["zigzag", "contiguous", "uneven", "cut", "documents", "scattered"])
-    if kind == "zigzag":
-        return zigzag_indices(length, ranks)
-    if kind == "contiguous":
-        return list(torch.arange(length).tensor_split(ranks))
-    if kind == "uneven":  # some may have none
-        edges = sorted(draw.randint(0, length) for _ in range(ranks - 1))
-        return list(torch.arange(length).tensor_split(edges))
-    if kind == "cut":  # as ``hidden[:, 3:]`` of a sequence in zig-zag chunks
-        return [(held - 3)[held >= 3] for held in zigzag_indices(length + 3, ranks)]
-    if kind == "documents":
-        return balance_documents(_lengths(draw, length), ranks)
-    owners = torch.tensor([draw.randrange(ranks) for _ in range(length)], dtype=torch.int64)
-    return [(owners == rank).nonzero()[:, 0] for rank in range(ranks)]
-
-
-def _lengths(draw, length):
-    edges = sorted({0, length, *(draw.randint(0, length) for _ in range(5))})
-    return [after - before for before, after in itertools.pairwise(edges)]
-
-
-def _mask(kind, draw, sizes, dtype):
-    """The mask of a whole sequence, and whether the call is causal beside it."""
-    batch, heads, rows, keys = sizes
-    made = torch.Generator().manual_seed(draw.randrange(2**31))
-    row, key = torch.arange(rows)[:, None], torch.arange(keys)
-    width = draw.randint(1, max(1, keys // 2))
-    documents = torch.zeros(max(rows, keys), dtype=torch.int64)
-    for edge in _lengths(draw, max(rows, keys))[:-1]:
-        documents[edge:] += 1
-    noise = torch.rand(batch, draw.choice([1, heads]), rows, keys, generator=made)
-    lengths = torch.tensor([draw.randint(0, keys) for _ in range(batch)])[:, None, None, None]
-    numbers = torch.randn(draw.choice([1, batch]), heads, rows, keys, generator=made, dtype=torch.float64).to(dtype)
-    hidden = draw.choice([torch.finfo(dtype).min, -1e9 if dtype is torch.float32 else torch.finfo(dtype).min])
-    made = {
-        "none": None,
-        "range of documents": None,
-        "range of a window": None,
-        "range and mask": noise > 0.2,
-        "causal": None,
-        "padded": key < lengths,
-        "left padded": (key >= lengths) & (key <= row),
-        "packed": documents[:rows, None] == documents[:keys],
-        "window": (key <= row) & (key > row - width),
-        "chunked": (key <= row) & (key // width == row // width),
-        "prefix": (key <= row) | (key < width),
-        "random": noise > draw.choice([0.1, 0.5, 0.95]),
-        "causal beside random": noise > 0.3,
-        "bias": -0.3 * (row - key).abs().to(dtype),
-        "bias of heads": numbers.masked_fill(noise[:1, :1] > 0.8, -torch.inf),
-        "causal beside bias": numbers[:1],
-        "learned": numbers[:1],
-        "learned for all rows": numbers[:1, :, :1],
-        "large numbers": torch.zeros(batch, 1, rows, keys, dtype=dtype).masked_fill(
-            (key < lengths) | (key > row), hidden
-        ),
-        "empty blocks": (key // 8 == row // 8) & (row % 5 != 0),
-    }[kind]
-    if "range" not in kind:
-        return made, kind.startswith("causal"), None
-    row = row[:, 0]
-    if kind == "range of a window":
-        ends = draw.choice([row, row + draw.randint(-3, 9)])
-        return made, False, ((ends - width).clamp(min=0), ends)
-    first = torch.searchsorted(documents[:rows].contiguous(), documents[:rows])
-    last = draw.choice([row, torch.searchsorted(documents[:rows].contiguous(), documents[:rows], right=True) - 1])
-    return made, draw.random() < 0.5, (first, last)
-
-
-def _case(seed):
-    draw = random.Random(seed)
-    kind = MASKS[seed % len(MASKS)]
-    causal = kind.startswith("causal")
-    rows = draw.randint(4, 60)
-    keys = rows if causal or draw.random() < 0.7 else draw.randint(4, 60)  # cross-attention
-    heads, key_heads = draw.choice([(4, 4), (4, 2), (4, 1), (6, 3), (3, 3)])
-    width = draw.choice([8, 12])
-    value_width = width if draw.random() < 0.8 else 5
-    return SimpleNamespace(
-        draw=draw, kind=kind, batch=draw.randint(1, 2), rows=rows, keys=keys, heads=heads, key_heads=key_heads, width=width,
-        value_width=value_width, scale=draw.choice([None, None, 0.7]),
-    )  # fmt: skip
-
-
-def _differences(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        yield (one - other).abs().max().item() / max(1.0, other.abs().max().item()) if other.numel() else 0.0
-
-
-def _visible(case, causal, key_range):
-    row, key = torch.arange(case.rows)[:, None], torch.arange(case.keys)
-    visible = row >= key if causal else torch.ones(case.rows, case.keys, dtype=torch.bool)
-    if key_range:
-        visible = visible & (key >= key_range[0][:, None]) & (key <= key_range[1][:, None])
-    return visible
-
-
-def _compare(seed, method, dtype, group):
-    """The largest difference between this rank's rows and those of one process, in both passes."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel  # these do not travel to the ranks
-
-    case = _case(seed)
-    sizes = (case.batch, case.heads, case.rows, case.keys)
-    mask, causal, key_range = _mask(case.kind, case.draw, sizes, dtype)
-    made = torch.Generator().manual_seed(seed)
-    shapes = [
-        (case.batch, case.heads, case.rows, case.width),
-        (case.batch, case.key_heads, case.keys, case.width),
-        (case.batch, case.key_heads, case.keys, case.value_width),
-        (case.batch, case.heads, case.rows, case.value_width),
-    ]
-    q, k, v, above = (torch.randn(shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes)
-    queries = _positions(case.draw, case.rows, group.size)
-    keys = queries if case.keys == case.rows else _positions(case.draw, case.keys, group.size)
-    mine, my_keys = queries[group.rank], keys[group.rank]
-    learns = case.kind.startswith("learned")
-
-    whole = [each.clone().requires_grad_() for each in (q, k, v)]
-    whole_mask = mask.clone().requires_grad_(learns) if mask is not None else None
-    seen = whole_mask
-    if (causal and mask is not None) or key_range:
-        visible = _visible(case, causal, key_range)
-        if mask is None:
-            seen = visible
-        else:
-            seen = mask & visible if mask.dtype is torch.bool else whole_mask.masked_fill(~visible, -torch.inf)
-    grouped = case.heads != case.key_heads
-    # PyTorch's operator for the CPU has wrong gradients for rows of large negative numbers only: its log-sum-exp has no digits
-    # for the number of keys.
-    with sdpa_kernel(SDPBackend.MATH) if case.kind == "large numbers" else contextlib.nullcontext():
-        wanted = F.scaled_dot_product_attention(
-            *whole, attn_mask=seen, is_causal=causal and seen is None, scale=case.scale, enable_gqa=grouped
-        )
-    wanted.backward(above)
-
-    parts = [each[:, :, held].clone().requires_grad_() for each, held in ((q, mine), (k, my_keys), (v, my_keys))]
-    part_of_mask = mask
-    if mask is not None and mask.shape[-2] > 1:
-        part_of_mask = mask[..., mine, :]
-    if learns:
-        part_of_mask = part_of_mask.clone().requires_grad_()
-    out = attend(
-        *parts, query_index=queries, key_index=keys, group=group, mask=part_of_mask, causal=causal, key_range=key_range,
-        scale=case.scale, method=method, grouped=grouped,
-    )  # fmt: skip
-    out.backward(above[:, :, mine])
-    found = [out.detach(), *(each.grad for each in parts)]
-    expected = [wanted.detach()[:, :, mine], whole[0].grad[:, :, mine]]
-    expected += [each.grad[:, :, my_keys] for each in whole[1:]]
-    if learns:
-        of_mask = part_of_mask.grad
-        if mask.shape[-2] == 1:  # a bias for all rows has a gradient on each rank; the whole is their sum
-            dist.all_reduce(of_mask)
-            expected.append(whole_mask.grad)
-        else:
-            expected.append(whole_mask.grad[:, :, mine])
-        found.append(of_mask)
-    return max(_differences(found, expected))
-
-
-def _compare_all(seeds, whole):
-    visibility.TILE_ROWS, plan.GAP = 8, 4  # short sequences have several tiles, too
-    group = Group.whole()
-    found = {}
-    for seed in seeds:
-        for number, method in enumerate(METHODS):
-            some = {torch.float64, list(TOLERANCE)[(seed + number) % len(TOLERANCE)]}
-            for dtype in TOLERANCE if whole else some:
-                found[seed, method, dtype] = _compare(seed, method, dtype, group)
-    return found
+def _compare(seeds, whole):
+    return compare_all(seeds, whole)
 
 
 CASES = [(ranks, seed) for ranks in (2, 3, 4) for seed in range(0, 300, 20)]
@@ -243,22 +36,9 @@ CASES = [(ranks, seed) for ranks in (2, 3, 4) for seed in range(0, 300, 20)]
 
 @pytest.mark.parametrize(("size", "first"), sampled(CASES, [(4, 0)]))
 def test_attention_over_ranks_is_attention_over_the_whole(ranks, size, first):
-    for results in ranks(_compare_all, size, range(first, first + 20), matrix.is_whole, timeout=600):
+    for results in ranks(_compare, size, range(first, first + 20), matrix.is_whole, timeout=600):
         for (seed, method, dtype), difference in results.items():
-            assert difference <= TOLERANCE[dtype], (_case(seed), seed, method, dtype, difference)
-
-
-def _random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def _train_once(group, index, inputs, above, **options):
-    """Both passes with this rank's rows; returns the result and the gradients."""
-    mine = index[group.rank]
-    parts = [each[:, :, mine].clone().requires_grad_() for each in inputs]
-    out = attend(*parts, query_index=index, key_index=index, group=group, **options)
-    out.backward(above[:, :, mine])
-    return [out.detach(), *(each.grad for each in parts)]
+            assert difference <= TOLERANCE[dtype], (seed, method, dtype, difference)
 
 
 def _sent(method, causal, window):
@@ -266,11 +46,11 @@ def _sent(method, causal, window):
     group = Group.whole()
     batch, heads, key_heads, length, width = 2, 8, 4, 64, 16
     index = zigzag_indices(length, group.size) if causal else list(torch.arange(length).tensor_split(group.size))
-    inputs = [_random(batch, count, length, width) for count in (heads, key_heads, key_heads)]
+    inputs = [random_numbers(batch, count, length, width) for count in (heads, key_heads, key_heads)]
     row, key = torch.arange(length)[:, None], torch.arange(length)
     mask = ((key <= row) & (key > row - window))[index[group.rank]] if window else None
     options = {"method": method, "causal": causal, "grouped": True, "mask": mask}
-    _train_once(group, index, inputs, _random(batch, heads, length, width), **options)
+    train_once(group, index, inputs, random_numbers(batch, heads, length, width), **options)
     counted = counters_of(group)
     return counted.sent, counted.masks, counted.scores
 
@@ -308,9 +88,9 @@ def _documents(lengths):
     number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mine = index[group.rank]
     mask = (number[mine, None] == number) & (mine[:, None] >= torch.arange(len(number)))
-    visibility.TILE_ROWS = 32
-    inputs = [_random(1, 1, len(number), 4, dtype=torch.float32)] * 3
-    _train_once(group, index, inputs, inputs[0], mask=mask, method="ring")
+    inputs = [random_numbers(1, 1, len(number), 4, dtype=torch.float32)] * 3
+    with small_tiles(32, 64):
+        train_once(group, index, inputs, inputs[0], mask=mask, method="ring")
     return counters_of(group).scores, int(mask.sum())
 
 
@@ -332,15 +112,15 @@ def test_work_is_equal(ranks):
 def _drop(methods):
     group = Group.whole()
     length, heads = 24, 4
-    inputs = [_random(2, heads, length, 8, seed=each) for each in range(3)]
-    above = _random(2, heads, length, 8, seed=3)
+    inputs = [random_numbers(2, heads, length, 8, seed=each) for each in range(3)]
+    above = random_numbers(2, heads, length, 8, seed=3)
     options = {"causal": True, "dropout": 0.3, "dropout_seed": 2**40 + 7}
-    alone = _train_once(Group.alone(), [torch.arange(length)], inputs, above, **options)
+    alone = train_once(Group.alone(), [torch.arange(length)], inputs, above, **options)
     index = zigzag_indices(length, group.size)
     mine = index[group.rank]
     wanted = [each[:, :, mine] for each in alone]
-    differences = [
-        max(_differences(_train_once(group, index, inputs, above, method=method, **options), wanted))
+    found = [
+        max(differences(train_once(group, index, inputs, above, method=method, **options), wanted))
         for method in methods
     ]
     # Beside the formula.
@@ -350,13 +130,13 @@ def _drop(methods):
     weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     out = (weights * factors) @ v
     out.backward(above)
-    differences.append(max(_differences(alone, [out.detach(), q.grad, k.grad, v.grad])))
-    return differences
+    found.append(max(differences(alone, [out.detach(), q.grad, k.grad, v.grad])))
+    return found
 
 
 def test_the_same_weights_drop_out_at_any_degree(ranks):
-    for differences in ranks(_drop, 4, METHODS):
-        assert max(differences) <= 1e-9
+    for found in ranks(_drop, 4, METHODS):
+        assert max(found) <= 1e-9
     places = torch.arange(300)
     kept = PositionalDropout(0.3, 1, 0, 2).factors(2, 2, places, places) > 0
     assert kept.double().mean().item() == pytest.approx(0.7, abs=0.003)
@@ -372,11 +152,11 @@ def _cap_and_sink(methods):
     length, heads = 24, 4
     index = zigzag_indices(length, group.size)
     mine = index[group.rank]
-    inputs = [_random(2, heads, length, 8, seed=each) for each in range(3)]
-    above = _random(2, heads, length, 8, seed=3)
-    mask = (_random(length, length, seed=4) > -1) & (torch.arange(length)[:, None] % 7 != 3)
-    sinks = _random(heads, seed=5)
-    differences = []
+    inputs = [random_numbers(2, heads, length, 8, seed=each) for each in range(3)]
+    above = random_numbers(2, heads, length, 8, seed=3)
+    mask = (random_numbers(length, length, seed=4) > -1) & (torch.arange(length)[:, None] % 7 != 3)
+    sinks = random_numbers(heads, seed=5)
+    found = []
     for cap, has_sinks in ((2.0, False), (None, True), (2.0, True)):
         q, k, v, of_sink = (each.clone().requires_grad_() for each in (*inputs, sinks))
         scores = q @ k.transpose(-1, -2) / 8**0.5
@@ -392,17 +172,17 @@ def _cap_and_sink(methods):
         for method in methods:
             learned = sinks.clone().requires_grad_()
             options = {"softcap": cap, "sinks": learned if has_sinks else None, "mask": mask[mine], "method": method}
-            got = _train_once(group, index, inputs, above, **options)
-            differences += _differences(got, [each.nan_to_num(0.0)[:, :, mine] for each in wanted])
+            got = train_once(group, index, inputs, above, **options)
+            found += differences(got, [each.nan_to_num(0.0)[:, :, mine] for each in wanted])
             if has_sinks:
                 dist.all_reduce(learned.grad)
-                differences += _differences([learned.grad], [of_sink.grad])
-    return differences
+                found += differences([learned.grad], [of_sink.grad])
+    return found
 
 
 def test_soft_capped_scores_and_sinks(ranks):
-    for differences in ranks(_cap_and_sink, 4, METHODS):
-        assert max(differences) <= 1e-9
+    for found in ranks(_cap_and_sink, 4, METHODS):
+        assert max(found) <= 1e-9
 
 
 def _ways_of_calling():
@@ -411,15 +191,15 @@ def _ways_of_calling():
     length = 26
     index = zigzag_indices(length, group.size)
     mine = index[group.rank]
-    inputs = [_random(2, 4, length, 8, seed=each, dtype=torch.float32) for each in range(3)]
-    above = _random(2, 4, length, 8, seed=3, dtype=torch.float32)
+    inputs = [random_numbers(2, 4, length, 8, seed=each, dtype=torch.float32) for each in range(3)]
+    above = random_numbers(2, 4, length, 8, seed=3, dtype=torch.float32)
     mask = torch.rand(length, length, generator=torch.Generator().manual_seed(4))[mine] > 0.4
     found = {}
     for method in METHODS:
         options = {"mask": mask, "method": method}
-        wanted = _train_once(group, index, inputs, above, **options)
+        wanted = train_once(group, index, inputs, above, **options)
         before = counters_of(group).masks
-        found[method, "again"] = _differences(_train_once(group, index, inputs, above, **options), wanted)
+        found[method, "again"] = differences(train_once(group, index, inputs, above, **options), wanted)
         found[method, "masks exchanged again"] = [counters_of(group).masks - before]
         parts = [each[:, :, mine].clone().requires_grad_() for each in inputs]
 
@@ -427,9 +207,9 @@ def _ways_of_calling():
             return attend(*parts, query_index=index, key_index=index, group=group, mask=mask, method=method)
 
         with torch.no_grad():
-            found[method, "without gradients"] = _differences([call(*parts)], wanted[:1])
+            found[method, "without gradients"] = differences([call(*parts)], wanted[:1])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found[method, "autocast"] = _differences([call(*parts).detach()], wanted[:1])
+            found[method, "autocast"] = differences([call(*parts).detach()], wanted[:1])
         for reentrant in (True, False):
             out = torch.utils.checkpoint.checkpoint(call, *parts, use_reentrant=reentrant)
             gradients = torch.autograd.grad if not reentrant else None
@@ -438,17 +218,17 @@ def _ways_of_calling():
             else:
                 out.backward(above[:, :, mine])
                 got = [each.grad for each in parts]
-            found[method, f"checkpoint {reentrant}"] = _differences([out.detach(), *got], wanted)
+            found[method, f"checkpoint {reentrant}"] = differences([out.detach(), *got], wanted)
         for place in range(3):
             parts = [each[:, :, mine].clone().requires_grad_(number == place) for number, each in enumerate(inputs)]
             call(*parts).backward(above[:, :, mine])
-            found[method, f"only {place}"] = _differences([parts[place].grad], [wanted[1 + place]])
+            found[method, f"only {place}"] = differences([parts[place].grad], [wanted[1 + place]])
         mask[:, 3] = ~mask[:, 3]  # what is known about the mask is out of date
         whole = torch.rand(length, length, generator=torch.Generator().manual_seed(4)) > 0.4
         whole[:, 3] = ~whole[:, 3]
         expected = F.scaled_dot_product_attention(*inputs, attn_mask=whole)[:, :, mine]
         found[method, "changed mask"] = [
-            each / 10 for each in _differences([call(*(each[:, :, mine] for each in inputs))], [expected])
+            each / 10 for each in differences([call(*(each[:, :, mine] for each in inputs))], [expected])
         ]
         mask[:, 3] = ~mask[:, 3]
     return {name: max(values) for name, values in found.items()}
@@ -485,9 +265,9 @@ def _trained_on_devices(seed):
     options = {"causal": True, "grouped": True}
     length = 30
     index = zigzag_indices(length, 2)
-    inputs = [_random(1, heads, length, 8, seed=heads) for heads in (4, 2, 2)]
-    above = _random(1, 4, length, 8, seed=9)
-    mask = (_random(length, length, seed=4) > -0.5)[index[int(os.environ["RANK"])]]
+    inputs = [random_numbers(1, heads, length, 8, seed=heads) for heads in (4, 2, 2)]
+    above = random_numbers(1, 4, length, 8, seed=9)
+    mask = (random_numbers(length, length, seed=4) > -0.5)[index[int(os.environ["RANK"])]]
     with emulated(seed, devices=2) as emulation:
         torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -496,7 +276,7 @@ def _trained_on_devices(seed):
         found = {}
         for method in METHODS:
             for one in (None, mask.to("cuda")):
-                expected = _train_once(group, index, inputs, above, mask=None if one is None else mask, **options)
+                expected = train_once(group, index, inputs, above, mask=None if one is None else mask, **options)
                 mine = index[group.rank].to("cuda")
                 parts = [each[:, :, mine].requires_grad_() for each in there]
                 gradient = above.to("cuda")[:, :, mine]
@@ -509,7 +289,7 @@ def _trained_on_devices(seed):
                     waits = [str(wait) for wait in emulation.waits]
                 torch.cuda.synchronize()
                 got = [each.cpu() for each in (out.detach(), *gradients)]
-                found[method, one is None] = max(_differences(got, expected)), waits
+                found[method, one is None] = max(differences(got, expected)), waits
         dist.destroy_process_group()
     return found
 
