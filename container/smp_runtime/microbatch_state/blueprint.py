@@ -227,9 +227,11 @@ def _plain(part: nn.Module) -> dict[str, Any]:
 def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
     """Keep hooks that are not this library's and came later."""
     for name, hooks in since.items():
+        if not name.endswith(_HOOKS):
+            continue
         kept = entries.get(name)
-        are_hooks = name.endswith(_HOOKS) and isinstance(hooks, dict)
-        if not are_hooks or not isinstance(kept, dict):
+        # A module may keep something else under such a name.
+        if not isinstance(hooks, dict) or not isinstance(kept, dict):
             continue
         for key, hook in hooks.items():
             if not _is_own(hook):

@@ -212,6 +212,7 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
     parameters = dict(original.named_parameters())
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
     if frozen and len(frozen) == len(parameters):
+        # Those too that only the new module has.
         made.requires_grad_(False)
         return
     found = dict(made.named_parameters())

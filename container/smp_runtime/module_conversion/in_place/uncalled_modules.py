@@ -38,10 +38,10 @@ def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
 def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
     """Yield paths of modules with linear maps that were not called, each with that of a similar called module."""
     called = {path for path, _ in proof.seen}
-    maps = {path: _maps_of(part) for path, part in proof.block.named_modules() if path}
+    maps = _maps_by_path(proof.block)
     for path, names in maps.items():
         was_called = any(f"{path}.{name}" in called for name in names)
-        if was_called or not names:
+        if was_called:
             continue
         other = _called_twin(proof.block, path, maps, called)
         if other is not None:
@@ -60,8 +60,16 @@ def _called_twin(block: nn.Module, path: str, maps: Mapping[str, list[str]], cal
     return None
 
 
-def _maps_of(module: nn.Module) -> list[str]:
-    return [name for name, part in module.named_modules() if name and is_linear(part)]
+def _maps_by_path(block: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the linear maps inside each inner module that has any."""
+    found: dict[str, list[str]] = {}
+    for path, part in block.named_modules():
+        if path == "":  # the block itself
+            continue
+        names = [name for name, inner in part.named_modules() if is_linear(inner) and inner is not part]
+        if names:
+            found[path] = names
+    return found
 
 
 def _kind(module: nn.Module) -> object:
