@@ -1,6 +1,6 @@
 """Chooses the version of the library for parameters that no launcher has assigned to one.
 
-Three parameters have the same name in both versions, and ``{"tensor_parallel_degree": 2}`` alone has no other. Then the script's
+Some parameters have the same name in both versions, and ``{"tensor_parallel_degree": 2}`` alone has no other. Then the script's
 imports decide, and a line says so.
 """
 
