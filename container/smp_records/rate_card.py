@@ -277,6 +277,19 @@ class RateCard(BaseModel):
             return latency + max(inside, self._between((ranks - on_host) / ranks * size) if hosts > 1 else 0.0)
         return latency + self.seconds_of_traffic(sent_bytes(kind, ranks, size), on_host, hosts)
 
+    def seconds_of_exchange(self, sent: float, ranks: int, hosts: int) -> float:
+        """Return the seconds of an exchange in which each rank of a group sends ``sent`` bytes in all to some of the others.
+
+        Over all exchanges of a ring, or of one all-to-all, each of the others gets as much. So the links between hosts carry
+        their part of it.
+
+        Raises:
+            ConfigError: a link that the card has no rate for.
+        """
+        if ranks < 2:
+            return 0.0
+        return self.seconds_of_collective("all_to_all", sent * ranks / (ranks - 1), ranks, hosts)
+
     def seconds_of_traffic(self, sent: float, on_host: int, hosts: int) -> float:
         """Return the seconds in which each rank of a ring sends ``sent`` bytes to its neighbour, without latency.
 

@@ -69,6 +69,7 @@ def suggest_changes(forecast: Forecast) -> tuple[Change, ...]:
         _tensor,
         _sharding,
         _pipeline,
+        _context,
         _offload,
         _sequence,
         _larger,
@@ -156,6 +157,22 @@ def _pipeline(forecast: Forecast) -> Iterator[_Candidate]:
         what = f'"pipeline_parallel_degree": {degree}, "microbatches": {microbatches} and batch {batch}'
         yield what, settings, {"batch": batch}
         degree, factor = degree * 2, factor * 2
+
+
+def _context(forecast: Forecast) -> Iterator[_Candidate]:
+    """Yield more ranks for each sequence; their replica reads as many samples as all of them did, one after the other."""
+    parameters, batch = forecast.request.parameters, forecast.batches.batch
+    now, factor = parameters.context_parallel_degree, 2
+    ranks = forecast.topology.size(Group.BATCH_RDP)
+    if parameters.compile or (parameters.tensor_parallel_degree > 1 and not parameters.prescaled_batch):
+        return
+    while factor <= ranks:
+        more = batch * factor
+        count = more if parameters.pipeline_parallel_degree == 1 else parameters.microbatches * factor
+        settings = {"ddp": True, "context_parallel_degree": now * factor, "microbatches": count}
+        what = f'"context_parallel_degree": {now * factor}, "microbatches": {count} and batch {more}'
+        yield what, settings, {"batch": more}
+        factor *= 2
 
 
 def _offload(forecast: Forecast) -> Iterator[_Candidate]:

@@ -165,8 +165,9 @@ def batches(
             + (f"{down} or {up}" if down else f"{up}, or at most {batch} microbatches"),
             code="SMP110",
         )
-    replicas = topology.size(Group.RDP)
-    readers = replicas if prescaled else topology.size(Group.DP)
+    # Ranks that share sequences out read one batch.
+    replicas = topology.size(Group.BATCH_RDP)
+    readers = replicas if prescaled else topology.size(Group.BATCH_DP)
     return Batches(
         world=topology.world_size,
         replicas=replicas,
@@ -201,7 +202,7 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
     Raises:
         ConfigError: no whole batch size leads to this global batch.
     """
-    each = (topology.size(Group.RDP) if prescaled else topology.size(Group.DP)) * accumulation
+    each = topology.size(Group.BATCH_RDP if prescaled else Group.BATCH_DP) * accumulation
     if global_batch < 1 or global_batch % each:
         near = max(1, round(global_batch / each)) * each
         raise ConfigError(

@@ -131,6 +131,8 @@ class _Configuration:
             biases=not self._is_plain(),
             source=self._origin(),
             weights=tuple(self._weights()),
+            given_key_heads=self._kv_heads(),
+            given_head_width=self._size("head_size"),
         )
 
     # -- sizes -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class ModelShape:
         biases: linear layers and norms have biases.
         source: where this shape was published, or how it was made.
         weights: the real tensors when the model was given as a module; empty means: made from the shape.
+        given_key_heads: heads of keys and values; 0 means as many as heads.
+        given_head_width: width of a head; 0 means hidden / heads.
     """
 
     layers: int
@@ -62,6 +64,8 @@ class ModelShape:
     biases: bool = True
     source: str = "given"
     weights: tuple[Weight, ...] = field(default=(), repr=False)
+    given_key_heads: int = 0
+    given_head_width: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -99,6 +103,16 @@ class ModelShape:
     def width(self) -> int:
         """Return the width inside the MLP."""
         return self.feed_forward or 4 * self.hidden
+
+    @property
+    def key_heads(self) -> int:
+        """Return the heads of keys and values."""
+        return self.given_key_heads or self.heads
+
+    @property
+    def head_width(self) -> float:
+        """Return the width of a head."""
+        return self.given_head_width or self.hidden / self.heads
 
     @cached_property
     def parameters(self) -> int:

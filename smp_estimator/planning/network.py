@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
+from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.device_memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
 from smp_records.rate_card import sent_bytes
 
@@ -129,6 +130,7 @@ class Traffic:
     """Bytes sent per rank per optimizer step, by axis, of the rank that sends most.
 
     Attributes:
+        context: keys, values and gradients of attention, received from ranks that share sequences out.
         data_late: of ``data``, what is sent when backward has ended: updated parameters of a sharded optimizer state, and
             what the replicas of a shard average.
     """
@@ -137,11 +139,12 @@ class Traffic:
     tensor: float
     pipeline: float
     data_late: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the bytes over all axes."""
-        return self.data + self.tensor + self.pipeline
+        return self.data + self.tensor + self.pipeline + self.context
 
 
 def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMemory) -> Traffic:
@@ -160,7 +163,8 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
         shares = parameters.shard_optimizer_state
         data = data_parallel_bytes(ranks, stage.elements, b, summed=summed, shares_state=shares)
         late = gather_bytes(ranks, stage.elements * b) if shares else 0.0
-    hidden = batch.group_batch * batch.sequence * shape.hidden * b if shape.has_layers else 0
+    tokens = batch.group_batch * batch.sequence
+    hidden = tokens * shape.hidden * b / parameters.context_parallel_degree if shape.has_layers else 0
     passed = hidden / (tensor if parameters.optimize == "memory" else 1)
     recompute = workload.activation_checkpointing is not None
     return Traffic(
@@ -168,4 +172,14 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
         pipeline=k * pipeline_bytes(stages, stage.stage, passed, parameters.virtual_stages),
         data_late=late,
+        context=k * b * stage.layers * _attention_elements(request, tokens),
     )
+
+
+def _attention_elements(request: Request, tokens: int) -> float:
+    """Return the elements of attention that a rank receives for each layer; ``tokens`` are those of whole sequences."""
+    share = ContextShare.of(request.parameters, request.shape) if request.shape.has_layers else None
+    if share is None:
+        return 0.0
+    forwards = 1 if request.workload.activation_checkpointing is None else 2
+    return forwards * share.forward_elements(tokens) + share.backward_elements(tokens)

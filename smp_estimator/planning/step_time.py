@@ -21,6 +21,7 @@ from smp_config import Group, Topology
 from smp_config.machine.instances import Instance, instance
 from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
+from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.device_memory import embedding_is_distributed
 from smp_records.rate_card import RateCard
 
@@ -46,6 +47,7 @@ class StepTime:
         data: gradients, and parameters that are gathered.
         hidden: of ``data``, what is sent beside the arithmetic.
         tokens: that all ranks read in the step.
+        context: keys and values of attention, without what travels beside its arithmetic.
     """
 
     operations: float
@@ -58,11 +60,12 @@ class StepTime:
     data: float
     hidden: float
     tokens: int
+    context: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the seconds from one update to the next."""
-        return self.arithmetic + self.tensor + self.idle + self.pipeline + self.data - self.hidden
+        return self.arithmetic + self.tensor + self.context + self.idle + self.pipeline + self.data - self.hidden
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,6 +78,7 @@ class StepTime:
             "seconds": self.total,
             "arithmetic": self.arithmetic,
             "tensor_parallel": self.tensor,
+            "context_parallel": self.context,
             "pipeline_idle": self.idle,
             "pipeline": self.pipeline,
             "data_parallel": self.data,
@@ -229,6 +233,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     arithmetic = (forward + backward) / speed
     links = _Links(known, topology, request.processes_per_host)
     tensor = links.seconds(sent.tensor, Group.TP)
+    context = _context_seconds(request, batch, sent, links, speed)
     waits = idle_of(request)
     early = sent.data - sent.data_late
     if parameters.sharded_data_parallel_degree > 1:
@@ -246,12 +251,36 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         utilisation=request.workload.utilisation,
         arithmetic=arithmetic,
         tensor=tensor,
-        idle=(arithmetic + tensor) * waits / (1 - waits),
+        idle=(arithmetic + tensor + context) * waits / (1 - waits),
         pipeline=links.seconds(sent.pipeline, Group.PP),
         data=early + late,
         hidden=hidden,
         tokens=batch.tokens,
+        context=context,
     )
+
+
+def _context_seconds(request: Request, batch: Batches, sent: Traffic, links: _Links, speed: float) -> float:
+    """Return the time for which attention waits for keys and values of other ranks.
+
+    In a ring they travel while those that came before are computed with. An all-gather has only a rank's own keys to compute
+    with meanwhile, and an exchange of heads has none.
+    """
+    share = ContextShare.of(request.parameters, request.shape)
+    if share is None:
+        return 0.0
+    maps = 3 if request.workload.activation_checkpointing is None else 4  # forward, and backward as two of it
+    attention = maps * _attention_operations(request, batch) / speed
+    beside = {"ring": 1 - 1 / share.degree, "all_gather": 1 / share.degree, "all_to_all": 0.0}[share.method]
+    return max(0.0, links.exchange_seconds(sent.context, share.degree) - beside * attention)
+
+
+def _attention_operations(request: Request, batch: Batches) -> float:
+    """Return a rank's floating point operations for the maps of attention and their products with values, in forward."""
+    shape, parameters = request.shape, request.parameters
+    ranks = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree * parameters.context_parallel_degree
+    tokens = batch.group_batch * batch.sequence * request.workload.accumulation
+    return tokens * 4 * shape.layers * batch.sequence * shape.hidden / ranks
 
 
 def idle_of(request: Request) -> float:
@@ -271,7 +300,7 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
     """
     shape, parameters, script = request.shape, request.parameters, request.workload
     tensor, stages = parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
-    tokens = batch.group_batch * batch.sequence * script.accumulation
+    tokens = batch.group_batch * batch.sequence * script.accumulation / parameters.context_parallel_degree
     # An addition and a multiplication per parameter and token; then the attention's map, and its product with the values.
     layers = (
         tokens * (2 * shape.layer_parameters + 4 * shape.layers * batch.sequence * shape.hidden) / (stages * tensor)
@@ -303,6 +332,13 @@ class _Links:
         on_host = Counter(rank // self._per_host for rank in self._members(group))
         return self._card.seconds_of_traffic(sent, max(on_host.values()), len(on_host))
 
+    def exchange_seconds(self, sent: float, ranks: int) -> float:
+        """Return the time in which each rank of a context group receives ``sent`` bytes from the others, without latency."""
+        hosts = len({rank // self._per_host for rank in self._members(Group.CONTEXT)})
+        if not sent:
+            return 0.0
+        return self._card.seconds_of_exchange(sent, ranks, hosts) - self._card.seconds_of_exchange(0, ranks, hosts)
+
     def _members(self, group: Group) -> list[int]:
         """Return the ranks of rank 0's group of this kind; the other groups are placed in the same way."""
         topology = self._topology
@@ -311,6 +347,7 @@ class _Links:
             Group.TP: ("tp", range(topology.tensor)),
             Group.PP: ("pp", range(topology.pipeline)),
             Group.RDP: ("rdp", range(topology.rdp_size)),
+            Group.CONTEXT: ("rdp", range(topology.context)),
             Group.SHARD: ("rdp", range(degree)),
             Group.REPLICA: ("rdp", range(0, topology.rdp_size, degree)),
         }[group]

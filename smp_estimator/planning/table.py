@@ -44,6 +44,8 @@ def plan_report(
         f"each rank sends at least {plan.traffic.total / GB:.2f} GB per step: data parallel {plan.traffic.data / GB:.2f}, "
         f"tensor parallel {plan.traffic.tensor / GB:.2f}, pipeline {plan.traffic.pipeline / GB:.2f}"
     )
+    if plan.traffic.context:
+        network += f", context parallel {plan.traffic.context / GB:.2f}"
     idle = [f"idle {plan.idle:.0%} of a step: {_idle_because(plan)}"] if len(plan.stages) > 1 else []
     to_change = [str(change) for change in changes]
     if plan.verdict is Verdict.DOES_NOT_FIT and not to_change and not searched:
@@ -124,6 +126,7 @@ def time_lines(plan: Forecast) -> list[str]:
     parts = {
         "arithmetic": time.arithmetic,
         "tensor parallel": time.tensor,
+        "context parallel": time.context,
         "waiting for other stages": time.idle,
         "pipeline": time.pipeline,
         "data parallel": time.data - time.hidden,
@@ -201,8 +204,10 @@ def _degrees_line(plan: Forecast) -> str:
     parts = [
         f"pipeline {parameters.pipeline_parallel_degree}",
         f"tensor {parameters.tensor_parallel_degree}",
-        f"{plan.topology.rdp_size} replica{'s' if plan.topology.rdp_size != 1 else ''}",
+        f"{plan.batches.replicas} replica{'s' if plan.batches.replicas != 1 else ''}",
     ]
+    if parameters.context_parallel_degree > 1:
+        parts.insert(2, f"context {parameters.context_parallel_degree}")
     if parameters.sharded_data_parallel_degree > 1:
         parts.append(f"sharded over {parameters.sharded_data_parallel_degree}")
     if parameters.shard_optimizer_state:

@@ -174,6 +174,65 @@ def test_traffic_of_a_plan() -> None:
     assert staged.traffic.pipeline == pytest.approx(hidden)
 
 
+LONG = ModelShape(4, 512, 8, 1000, 4096, learned_positions=False, given_key_heads=4)
+
+
+def _cut(degree: int, method: str = "auto", batch: int = 2, **more: Any) -> Any:
+    parameters = {"ddp": True, "bf16": True, "context_parallel_degree": degree, "context_parallel": method}
+    return plan(LONG, "ml.p4d.24xlarge", 1, parameters | more.pop("parameters", {}), batch, **more)
+
+
+def test_ranks_that_share_sequences_out_read_one_batch() -> None:
+    assert [_cut(degree).batches.readers for degree in (1, 2, 8)] == [8, 4, 1]
+    assert _cut(4).batches.global_batch == 2 * 2
+    assert batch_for(Topology(8, context=4), 12) == 6
+    assert "context 4, 2 replicas" in str(_cut(4))
+    prescaled = _cut(2, parameters={"tensor_parallel_degree": 2, "prescaled_batch": True})
+    assert (prescaled.batches.readers, prescaled.batches.group_batch) == (2, 2)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+def test_attention_sends_as_many_bytes_as_the_runtime_counts_before_it_sends(degree: int, method: str) -> None:
+    costs = pytest.importorskip("smp_runtime.context.attention.costs")
+    one = costs.AttentionShape(batch=2, heads=8, key_heads=4, width=64, value_width=64, element=2)
+    neighbors = costs.neighbors_for(degree, 8, 4) if method == "all_to_all" else 1
+    assert neighbors == (min(degree, 4) if method == "all_to_all" else 1)
+    members, tokens = degree // neighbors, 4096
+    rows = [tokens // members * (members - 1)] * members
+    expected = [costs.ring_bytes(one, rows, backward=again) / neighbors for again in (False, True)]
+    for place, again in enumerate((False, True)):
+        expected[place] += costs.head_bytes(one, tokens, tokens, degree, neighbors, backward=again)
+    found = _cut(degree, method)
+    assert found.traffic.context == pytest.approx(LONG.layers * expected[1])
+    assert found.traffic.total == found.traffic.data + found.traffic.context
+    again = _cut(degree, method, activation_checkpointing="each")
+    assert again.traffic.context == pytest.approx(LONG.layers * sum(expected))
+    assert f"context parallel {found.traffic.context / 1e9:.2f}" in " ".join(str(found).split())
+    # The first formula of the design: 2·(c − 1)/c·b·s·k·d elements of keys and values.
+    if method != "all_to_all":
+        assert expected[0] == 2 * (degree - 1) / degree * 2 * tokens * 4 * 64 * 2
+
+
+def test_the_method_with_the_fewest_bytes_is_planned() -> None:
+    sent = {method: _cut(8, method).traffic.context for method in ("ring", "all_gather", "all_to_all")}
+    assert _cut(8).traffic.context == min(sent.values()) == sent["all_to_all"]
+    assert sent["ring"] == sent["all_gather"]
+    few = ModelShape(4, 512, 8, 1000, 4096, learned_positions=False, given_key_heads=1)
+    parameters = {"ddp": True, "context_parallel_degree": 4, "context_parallel": "all_to_all"}
+    alone = plan(few, "ml.p4d.24xlarge", 1, parameters).traffic.context
+    assert alone == plan(few, "ml.p4d.24xlarge", 1, parameters | {"context_parallel": "ring"}).traffic.context
+
+
+def test_stages_and_tensor_parallel_ranks_send_slices() -> None:
+    hidden = 4096 * 512 * 2 / 2
+    parameters = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    assert _cut(2, parameters=parameters).traffic.pipeline == pytest.approx(2 * hidden)
+    tensor = _cut(2, parameters={"tensor_parallel_degree": 4, "prescaled_batch": True}).traffic
+    assert tensor.tensor == pytest.approx(4 * 4 * 2 * 3 / 4 * 2 * hidden)
+    assert tensor.context == pytest.approx(_cut(2, "ring").traffic.context / 4)
+
+
 # -- data sets ---------------------------------------------------------------------------------------------------
 
 

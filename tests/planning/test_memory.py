@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from smp_config import ConfigError
+from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan, suggest
+from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes
 
 SHAPE = ModelShape(8, 1024, 16, 32_000, 512)
@@ -43,6 +44,47 @@ def test_a_layer_keeps_what_the_paper_says(
 def test_a_layer_under_tensor_parallelism(sliced: bool, per_token: float) -> None:
     cost = LayerCost(samples=3, element_bytes=2, tensor=4, sliced=sliced)
     assert layer_bytes(SHAPE, cost, fused_attention=False) == pytest.approx(3 * 512 * 1024 * per_token)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_ranks_that_share_sequences_out_hold_parts_of_activations(degree: int) -> None:
+    long = ModelShape(8, 1024, 16, 32_000, 8192, learned_positions=False)
+    given = {"ddp": True, "bf16": True}
+
+    def activations(cut: int, method: str = "auto", **more: Any) -> Any:
+        parameters = given | {"context_parallel_degree": cut, "context_parallel": method}
+        return planned(parameters, model=long, dropout=False, **more).worst.activations
+
+    whole, part = activations(1), activations(degree)
+    # Beside them, one more number of four bytes for each head of a token.
+    assert part.kept * degree == whole.kept + 8 * 8192 * 16 * 4
+    assert part.kept <= 1.05 / degree * whole.kept
+    assert part.loss <= 1.05 / degree * whole.loss + long.hidden * long.vocabulary * 2
+    again = [activations(cut, activation_checkpointing="each").kept for cut in (1, degree)]
+    assert again[1] * degree == again[0]
+    # An all-gather has the keys of all ranks at once, a ring those of two.
+    gathered, ring = activations(degree, "all_gather"), activations(degree, "ring")
+    blocks = {name: found.layers for name, found in (("all_gather", gathered), ("ring", ring))}
+    assert blocks["all_gather"] >= blocks["ring"]
+    state = planned(given | {"context_parallel_degree": degree}, model=long).worst.state
+    assert state == planned(given, model=long).worst.state
+
+
+def test_buffers_of_attention_by_method() -> None:
+    shares = {
+        method: ContextShare.of(
+            ModelParallelParameters(ddp=True, context_parallel_degree=8, context_parallel=method),
+            ModelShape(8, 1024, 16, 32_000, 8192, given_key_heads=4),
+        )
+        for method in ("ring", "all_gather", "all_to_all")
+    }
+    tokens, keys = 1024, 2 * 4 * 64
+    sums = 4 * (1024 + keys)
+    found = {name: share.buffer_bytes(tokens, 2) for name, share in shares.items() if share is not None}
+    assert found["ring"] == tokens * (sums + keys * (2 * 2 * 2 + 4 + 3 * 2))
+    assert found["all_gather"] == tokens * (sums + keys * (2 * 7 * 2 + 4 + 3 * 7 * 2))
+    assert found["all_to_all"] == tokens * (sums + keys * (2 * 1 * 2 + 4 + 3 * 2) + 2 * 2 * (2 * 1024 + keys))
+    assert "communicators" in str(planned({"ddp": True, "context_parallel_degree": 2}))
 
 
 def test_a_checkpoint_is_the_input_of_its_unit() -> None:

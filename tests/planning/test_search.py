@@ -9,7 +9,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_config.machine.instances import instances
-from smp_estimator.planning import Verdict, plan, suggest
+from smp_estimator.planning import ModelShape, Verdict, plan, suggest
 from smp_estimator.planning.search.clusters import MOST_INSTANCES
 
 
@@ -138,3 +138,29 @@ def test_wrong_arguments_are_told_and_not_searched_around(arguments: dict[str, A
 def test_more_samples_never_fit_on_less() -> None:
     sizes = [suggest("gpt2-xl", "ml.g5.12xlarge", global_batch=samples).instance_count for samples in (16, 64, 256)]
     assert all(few <= many for few, many in pairwise(sizes))
+
+
+def test_where_one_sequence_does_not_fit_ranks_share_it_out() -> None:
+    long = ModelShape(16, 4096, 32, 32_000, 524_288, learned_positions=False, gated=True, biases=False)
+    found = suggest(long, "ml.p5.48xlarge", 1)
+    assert found.plan.verdict is Verdict.FITS
+    degree = found.parameters["context_parallel_degree"]
+    assert degree > 1
+    assert found.parameters["microbatches"] == found.batch == degree  # one sample at a time
+    assert found.plan.batches.global_batch == 8
+    without = [each for each in found.tried if "context" not in each.what]
+    assert all(not each.plan.verdict.feasible for each in without)
+    given = {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 8}
+    changes = plan(long, "ml.p5.48xlarge", 1, given, activation_checkpointing="each").changes
+    assert any("context_parallel_degree" in change.what for change in changes)
+
+
+def test_a_short_sequence_stays_whole() -> None:
+    found = suggest("gpt-neox-20b", "ml.p4d.24xlarge", 1)
+    assert "context_parallel_degree" not in found.parameters
+
+
+def test_a_search_refuses_settings_that_share_sequences_out() -> None:
+    given = {"ddp": True, "context_parallel_degree": 2}
+    with pytest.raises(ConfigError, match="context_parallel_degree is 2, and a search"):
+        suggest("gpt2", "ml.p4d.24xlarge", 1, prefer="fastest", parameters=given, budget=1.0)

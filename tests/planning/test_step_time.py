@@ -66,6 +66,31 @@ def test_gradients_are_hidden_behind_backward() -> None:
     assert small.total == pytest.approx(1.5 * backward + sent - backward)
 
 
+def test_sequences_that_are_shared_out_take_a_part_of_the_time_and_of_the_links() -> None:
+    long = ModelShape(8, 512, 8, 1000, 65_536, learned_positions=False, biases=False)
+    forward = 2 * PLAIN_LAYERS + 4 * 8 * 65_536 * 512
+    head = 2 * 1000 * 512
+
+    def given(method: str) -> dict[str, Any]:
+        return {**BF16, "context_parallel_degree": 8, "context_parallel": method}
+
+    whole = seconds(long, "ml.p4d.24xlarge", 1, BF16, 1)
+    ring = seconds(long, "ml.p4d.24xlarge", 1, given("ring"), 1)
+    assert ring.operations == whole.operations / 8 == 3 * 65_536 / 8 * (forward + head)
+    assert ring.tokens == whole.tokens / 8
+    assert ring.context == 0  # keys travel while others are computed with
+    heads = seconds(long, "ml.p4d.24xlarge", 1, given("all_to_all"), 1)
+    sent = 8 * 2 * 4 * 512 * 7 / 64 * 65_536 * 2  # layers, passes, tensors, elements, bytes
+    assert heads.context == pytest.approx(sent / 300e9)
+    assert heads.total == pytest.approx(ring.total + heads.context)
+    assert heads.to_dict()["context_parallel"] == heads.context
+    short = ModelShape(8, 512, 8, 1000, 256, learned_positions=False, biases=False)
+    at_once = seconds(short, "ml.p4d.24xlarge", 1, given("all_gather"), 1)
+    keys = 8 * 3 * 2 * 512 * 7 / 8 * 256 * 2
+    beside = 3 * 256 * 4 * 8 * 256 * 512 / 8 / 156e12 / 8
+    assert at_once.context == pytest.approx(keys / 300e9 - beside)
+
+
 def test_inside_a_host_the_links_count() -> None:
     nvlink = seconds("gpt2", "ml.p4d.24xlarge", 1, BF16, 1)
     assert nvlink.data == pytest.approx(2 * 7 / 8 * GPT2 * 4 / 300e9)

@@ -161,9 +161,12 @@ class Counters:
         rates = self._rates
         if rates is None or group.size() == 1:
             return work
-        return TimedWork(
-            work, self.clock, rates.seconds_of_collective(kind, nbytes, group.size(), self.ledger.name_of(group)[1])
-        )
+        hosts = self.ledger.name_of(group)[1]
+        if kind == "send":
+            seconds = rates.seconds_of_exchange(nbytes, group.size(), hosts)
+        else:
+            seconds = rates.seconds_of_collective(kind, nbytes, group.size(), hosts)
+        return TimedWork(work, self.clock, seconds)
 
     def follow(self, session: Session, hosts_of: Callable[[list[int]], int]) -> None:
         """Count in the steps of a session that has just begun."""

@@ -176,9 +176,11 @@ class CountedCollectives:
         self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
     ) -> Work:
         """See :class:`Collectives`."""
-        # Parts of different sizes leave out this rank's own, so that all of them are sent.
-        kind = "all_to_all" if sizes is None else "send"
-        return self._do(kind, sent, group, lambda: self._inner.all_to_all(received, sent, group, sizes))
+        if sizes is None:
+            return self._do("all_to_all", sent, group, lambda: self._inner.all_to_all(received, sent, group))
+        # Parts of different sizes leave out this rank's own, so that all of them are sent. Links carry both directions at once.
+        busier = sent if sent.nbytes >= received.nbytes else received
+        return self._do("send", busier, group, lambda: self._inner.all_to_all(received, sent, group, sizes))
 
     def _do(self, kind: str, whole: torch.Tensor, group: dist.ProcessGroup, work: Callable[[], Work]) -> Work:
         self._ledger.add(kind, whole.nbytes, group)
@@ -260,6 +262,9 @@ class AbsentCollectives:
         if sizes is None and sent.nbytes <= PERFORMED_BYTES:
             with perform_unwatched():
                 received.detach().copy_(sent.detach())
+        elif sizes is not None and received.nbytes <= PERFORMED_BYTES:
+            with perform_unwatched():
+                received.detach().zero_()  # others send other shapes; memory that was used before may hold any number
         return _FinishedWork(received, sent)
 
 

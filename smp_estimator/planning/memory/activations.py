@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smp_estimator.planning.context import ContextShare
     from smp_estimator.planning.model_shape import ModelShape
     from smp_estimator.planning.request import Workload
 
@@ -25,16 +26,19 @@ class LayerCost:
         element_bytes: of one activation: 2 or 4.
         tensor: tensor parallel degree.
         sliced: activations that tensor parallelism alone does not divide are sliced too (``optimize: memory``).
+        context: the ranks that share each sequence out; None: each rank has whole ones.
     """
 
     samples: int
     element_bytes: int
     tensor: int = 1
     sliced: bool = True
+    context: ContextShare | None = None
 
     def tokens(self, shape: ModelShape) -> int:
-        """Return the tokens that pass through together."""
-        return self.samples * shape.sequence
+        """Return the tokens that pass through together on a rank."""
+        degree = 1 if self.context is None else self.context.degree
+        return self.samples * -(-shape.sequence // degree)
 
 
 def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = True, dropout: bool = True) -> int:
@@ -53,7 +57,10 @@ def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = T
         whole += 2 * shape.hidden
     of_mlp = 4 if shape.gated else 2
     divided = (4 * shape.hidden + of_mlp * shape.width) * b
-    if fused_attention:
+    if cost.context is not None:
+        # Two fp32 numbers per token and head: results of blocks are merged by them, and backward computes the map again.
+        divided += 8 * shape.heads
+    elif fused_attention:
         # One fp32 number per token and head, from which backward computes the map again.
         divided += 4 * shape.heads
     else:
@@ -75,7 +82,12 @@ def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
     tokens, b = cost.tokens(shape), cost.element_bytes
     gradients = tokens * (shape.hidden + (3 if shape.gated else 1) * shape.width) + shape.hidden * shape.width
     gathered = tokens * shape.hidden if cost.sliced and cost.tensor > 1 else 0
-    return round(b * (gradients / cost.tensor + gathered))
+    in_mlp = round(b * (gradients / cost.tensor + gathered))
+    if cost.context is None:
+        return in_mlp
+    # Another moment is inside attention: the gradient of its output, and the buffers of what travels.
+    of_output = round(b * tokens * shape.hidden / cost.tensor)
+    return max(in_mlp, of_output + cost.context.buffer_bytes(tokens, b))
 
 
 def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:

@@ -1,4 +1,4 @@
-"""Memory of NCCL's communicators between pipeline stages."""
+"""Memory of NCCL's communicators between pipeline stages, and between ranks that share sequences out."""
 
 from __future__ import annotations
 
@@ -41,4 +41,6 @@ def communicator_bytes(request: Request, stage: int) -> int:
     if not has_communicators or not has_gpus(request.instance_type):
         return 0
     pairs = talking_stages(parameters.pipeline_parallel_degree, parameters.virtual_stages)
-    return COMMUNICATOR_BYTES * sum(stage in pair for pair in pairs)
+    # Ranks that share sequences out have a group of their own, beside that of gradients.
+    of_context = parameters.context_parallel_degree > 1
+    return COMMUNICATOR_BYTES * (sum(stage in pair for pair in pairs) + of_context)

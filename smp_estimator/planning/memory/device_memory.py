@@ -23,6 +23,7 @@ from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.limits import effective_bucket_bytes
 from smp_config.schedules import TRAITS
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
+from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.memory.communicators import communicator_bytes
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
@@ -141,6 +142,7 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         element_bytes=2 if is_half(parameters) else 4,
         tensor=parameters.tensor_parallel_degree,
         sliced=parameters.optimize == "memory",
+        context=ContextShare.of(parameters, request.shape),
     )
     microbatches = batch.microbatches if stages > 1 else 1
     # With several pieces, a stage may hold those of all microbatches in flight, as if all forward passes came first.

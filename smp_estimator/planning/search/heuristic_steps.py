@@ -90,6 +90,8 @@ def _ladder(request: Request) -> Iterator[_Candidate]:
             so_far = f"{above}+ pipeline {stages} "
             yield so_far.rstrip(), last, each
     yield f"{so_far}+ activations offloaded", last | {"offload_activations": True}, each
+    for degree in _powers(request.world):
+        yield f"+ context parallelism {degree}", settings | {"context_parallel_degree": degree}, each
 
 
 def _sharded(request: Request) -> Iterator[_Candidate]:
@@ -103,6 +105,9 @@ def _sharded(request: Request) -> Iterator[_Candidate]:
         if degree > 1 and request.shape.heads % tensor == 0:
             settings = _tensor(tensor) | {"sharded_data_parallel_degree": degree}
             yield f"sharded data parallelism {degree} + tensor parallelism {tensor}", settings, each
+    for context in _powers(request.world) if degrees else ():
+        settings = {"sharded_data_parallel_degree": request.world, "context_parallel_degree": context}
+        yield f"sharded data parallelism {request.world} + context parallelism {context}", settings, each
     if degrees:
         yield (
             f"sharded data parallelism {request.world}, activations offloaded",
@@ -155,7 +160,11 @@ def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> 
                 topology, samples, prescaled=parameters.prescaled_batch, accumulation=request.workload.accumulation
             )
             stages = parameters.pipeline_parallel_degree
-            changed = {**settings, "microbatches": microbatches_for(stages, batch)} if stages > 1 else settings
+            changed = dict(settings)
+            if stages > 1:
+                changed["microbatches"] = microbatches_for(stages, batch)
+            elif parameters.context_parallel_degree > 1:
+                changed["microbatches"] = batch  # a sample at a time: it is the sequence that has no room
             yield TriedConfiguration(
                 what, Plan.of(request.changed(changed, batch=batch, activation_checkpointing=checkpointing))
             )

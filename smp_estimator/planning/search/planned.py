@@ -161,8 +161,14 @@ def refuse_pieces(settings: ModelParallelParameters) -> None:
     """Refuse settings that a search does not compare.
 
     Raises:
-        ConfigError: stages own several pieces.
+        ConfigError: stages own several pieces, or ranks share sequences out.
     """
+    if settings.context_parallel_degree > 1:
+        raise ConfigError(
+            f"context_parallel_degree is {settings.context_parallel_degree}, and a search compares ranks that have whole "
+            "sequences; leave it out of the parameters, and plan or rehearse what is found with it",
+            code="SMP110",
+        )
     if settings.virtual_stages > 1:
         raise ConfigError(
             f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
@@ -180,6 +186,7 @@ def needs_of(request: Request) -> Needs:
                 "pipeline_parallel_degree": 1,
                 "tensor_parallel_degree": 1,
                 "sharded_data_parallel_degree": 1,
+                "context_parallel_degree": 1,
                 "microbatches": 1,
             },
             instance_count=1,

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from smp_runtime.context.host_values import always_computed
 
+
+@always_computed
 def zigzag_indices(length: int, ranks: int) -> list[torch.Tensor]:
     """Return each rank's positions of a sequence under causal attention: chunks r and ``2 × ranks - 1 - r`` of ``2 × ranks``."""
     chunks = torch.arange(length).tensor_split(2 * ranks)
@@ -18,6 +21,7 @@ def zigzag_indices(length: int, ranks: int) -> list[torch.Tensor]:
 _WHOLE_SHARE = 0.03
 
 
+@always_computed
 def balance_documents(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
     """Return each rank's positions of a sequence of documents under causal attention inside each document.
 

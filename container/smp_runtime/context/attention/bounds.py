@@ -7,6 +7,7 @@ from collections import OrderedDict
 import torch
 
 from smp_runtime.context.attention.positions import RowIndex, keep
+from smp_runtime.context.host_values import always_computed
 
 
 class KeyBounds:
@@ -28,6 +29,7 @@ class KeyBounds:
         first, last = (each.on(rows.device)[rows][:, None] for each in self._both)
         return (keys >= first) & (keys <= last)
 
+    @always_computed
     def needed(self, rows: torch.Tensor, length: int) -> torch.Tensor:
         """Return which of ``length`` keys some row attends to."""
         first = self.first[rows].clamp(0, length)
@@ -54,6 +56,7 @@ _causal: OrderedDict[int, KeyBounds] = OrderedDict()
 _known: OrderedDict[object, tuple[object, KeyBounds]] = OrderedDict()
 
 
+@always_computed
 def bounds_of(key_range: tuple[torch.Tensor, torch.Tensor] | None, length: int, *, causal: bool) -> KeyBounds | None:
     """Return the bounds of queries, or None if each attends to all keys; the same object for the same tensors.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_runtime.context.attention.plan import needed_of
+from smp_runtime.context.host_values import always_computed
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,7 @@ def mask_bytes(shape: AttentionShape, queries: int, ranks: int, neighbors: int) 
     return shape.mask_bytes * queries / ranks * copies
 
 
+@always_computed
 def cheapest(
     shape: AttentionShape,
     queries: HeldPositions,

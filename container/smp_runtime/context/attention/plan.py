@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_runtime.context.attention.positions import HeldPositions, RowIndex, keep
+from smp_runtime.context.host_values import always_computed
 
 if TYPE_CHECKING:
     from smp_runtime.context.attention.bounds import KeyBounds
@@ -94,6 +95,7 @@ def _scores(call: AttentionCall) -> int:
     return rows * (rows + 1) // 2 if call.kind is CallKind.CAUSAL else rows * keys
 
 
+@always_computed
 def plan_for(
     queries: HeldPositions,
     keys: HeldPositions,

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from smp_runtime.context.host_values import always_computed
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -53,6 +55,7 @@ class HeldPositions:
         self._merged: dict[int, tuple[HeldPositions, list[torch.Tensor]]] = {}
         self.plans: OrderedDict[object, object] = OrderedDict()
 
+    @always_computed
     def merged(self, size: int) -> tuple[HeldPositions, list[torch.Tensor]]:
         """Return the positions of groups of ``size`` neighboring members, sorted.
 
@@ -69,6 +72,7 @@ class HeldPositions:
 _known: OrderedDict[tuple[tuple[int, int], ...], tuple[tuple[torch.Tensor, ...], HeldPositions]] = OrderedDict()
 
 
+@always_computed
 def positions_of(index: Sequence[torch.Tensor]) -> HeldPositions:
     """Return the positions in ``index``; what is derived from them is kept as long as the same tensors come again.
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_runtime.context.attention.positions import HeldPositions, keep, runs_of
 from smp_runtime.context.attention.traffic import gather_bits
+from smp_runtime.context.host_values import always_computed
 
 if TYPE_CHECKING:
     from smp_runtime.context.attention.bounds import KeyBounds
@@ -50,6 +51,7 @@ class Visibility:
     plans: OrderedDict[object, object] = field(default_factory=OrderedDict)
 
 
+@always_computed
 def segments_of(positions: torch.Tensor, bounds: KeyBounds | None, *, tiled: bool) -> list[tuple[int, int]]:
     """Return the ranges of rows to compute together.
 
