@@ -58,7 +58,7 @@ LAYERS = [
     {"comm", "microbatch_state", "parameters"},
     {"fp8", "pipeline", "smddp"},
     {"job"},
-    {"activations", "data", "data_parallel", "sharding", "step", "tensor_parallel"},
+    {"activations", "context", "data", "data_parallel", "sharding", "step", "tensor_parallel"},
     {"nn", "optim"},
     {"module_conversion"},
     {"model"},
@@ -68,7 +68,7 @@ LAYERS = [
     {"wrapped_model"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
-STRATEGIES = {"activations", "data_parallel", "pipeline", "sharding", "tensor_parallel"}
+STRATEGIES = {"activations", "context", "data_parallel", "pipeline", "sharding", "tensor_parallel"}
 #: Files of smp_runtime that may ask for the session of the process: what a script calls or creates itself.
 TOUCHED_BY_SCRIPTS = {
     "activations/activations.py",
@@ -405,9 +405,10 @@ def test_the_public_surface_is_frozen():
 
     expected = """
         CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
-        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile data
+        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile cp_rank cp_size data
         delay_param_initialization dp_barrier
-        dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
+        dp_rank dp_size exceptions get_cp_group get_cp_process_group
+        get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size log memory_checkpoint
         model model_creation mp_barrier mp_rank mp_size newest_memory_checkpoint nn optimizer optimizers partition patches

@@ -17,8 +17,9 @@ from smp_config.formats.numbers_given import Real, Whole  # noqa: TC001 - pydant
 from smp_config.formats.values import why_no_path
 from smp_config.limits import MOST_EVERY
 from smp_config.machine import collective_backends
-from smp_config.schedules import DEFAULT_SCHEDULE, TRAITS, Schedule, default_active, describe
+from smp_config.schedules import DEFAULT_SCHEDULE, Schedule, default_active, describe
 from smp_config.topology import Topology
+from smp_config.version1.warnings import find_warnings
 
 #: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
 _MODEL_ARGUMENTS = {
@@ -41,15 +42,6 @@ VERSION_2 = {
     "sm_activation_offloading": '"offload_activations"',
     "random_seed": "torch.manual_seed(…) in the script",
 }
-
-#: Settings that only matter when ``sharded_data_parallel_degree`` is above 1.
-SHARDING_OPTIONS = (
-    "sdp_reduce_bucket_size",
-    "sdp_param_persistence_threshold",
-    "sdp_max_live_parameters",
-    "sdp_hierarchical_allgather",
-    "sdp_gradient_clipping",
-)
 
 
 class ModelParallelParameters(BaseModel):
@@ -284,8 +276,8 @@ class ModelParallelParameters(BaseModel):
             return self
         if self.tensor_parallel_degree > 1 and not self.prescaled_batch:
             raise ValueError(
-                f"context_parallel_degree is {degree} and tensor_parallel_degree is {self.tensor_parallel_degree}; together they need "
-                'every tensor parallel group to read one batch: set "prescaled_batch": True'
+                f"context_parallel_degree is {degree} and tensor_parallel_degree is {self.tensor_parallel_degree}; together they "
+                'need every tensor parallel group to read one batch: set "prescaled_batch": True'
             )
         for name, why in (
             ("compile", "blocks are not compiled for slices of sequences"),
@@ -393,83 +385,7 @@ class ModelParallelParameters(BaseModel):
 
     def warnings(self) -> list[str]:
         """Return warnings of settings that are allowed but ignored or not recommended, one sentence each."""
-        found = []
-        given = self.model_fields_set
-        tensor = self.tensor_parallel_degree
-        if tensor & (tensor - 1):
-            example = 1 << tensor.bit_length() - 1
-            found.append(f"tensor_parallel_degree is {tensor}; powers of two are recommended, for example {example}")
-        is_sharded = self.sharded_data_parallel_degree > 1
-        ignored = [] if is_sharded else [name for name in SHARDING_OPTIONS if name in given]
-        if ignored:
-            found.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
-        if self.auto_partition and "default_partition" in given and self.default_partition:
-            found.append(f"default_partition={self.default_partition} ignored: auto_partition is true")
-        found += self._of_pieces()
-        if self.offload_activations and self.microbatches == 1 and not is_sharded:
-            found.append(
-                "offload_activations hides its transfers only behind other microbatches, but microbatches is 1"
-            )
-        if "activation_loading_horizon" in given and not self.offload_activations:
-            found.append("activation_loading_horizon ignored: offload_activations is false")
-        active = self.active_microbatches or 0
-        if "active_microbatches" in given and active > self.microbatches:
-            found.append(
-                f"active_microbatches is {active}, but microbatches is {self.microbatches}, the most that can be "
-                "in flight: it counts as that"
-            )
-        if "context_parallel" in given and self.context_parallel_degree == 1:
-            found.append(f"context_parallel={self.context_parallel!r} ignored: context_parallel_degree is 1")
-        if self.prescaled_batch and tensor == 1:
-            found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
-        return found + self._of_compiling() + self._without_effect()
-
-    def _of_pieces(self) -> list[str]:
-        """Return warnings of settings for stages with several pieces that have no effect."""
-        if self.virtual_stages == 1:
-            return []
-        if self.pipeline_parallel_degree == 1 or not self.auto_partition:
-            why = "auto_partition is false" if self.pipeline_parallel_degree > 1 else "pipeline_parallel_degree is 1"
-            return [f"virtual_stages={self.virtual_stages} ignored: {why}"]
-        if TRAITS[self.pipeline].splits_backward:
-            return [
-                f"stages wait no less with {self.pipeline} and virtual_stages than with virtual_stages alone: use one of them"
-            ]
-        return []
-
-    def _of_compiling(self) -> list[str]:
-        """Return warnings of compiler settings that have no effect."""
-        said = []
-        if self.compile and TRAITS[self.pipeline].splits_backward:
-            said.append(
-                f"{self.pipeline} computes the gradients of compiled blocks whole: only what is not compiled can come later"
-            )
-        if "compile_backend" in self.model_fields_set and not self.compile:
-            said.append("compile_backend ignored: compile is false")
-        return said
-
-    def _without_effect(self) -> list[str]:
-        """Return warnings of old scripts' settings that have no effect here, or another than they expect."""
-        said = []
-        if not self.contiguous:
-            said.append(
-                "contiguous is false, which changes nothing: the automatic partition gives every stage neighbouring modules; to "
-                "place modules otherwise, call smp.set_partition, or use smp.partition with auto_partition false"
-            )
-        if self.static_mode:
-            said.append(
-                "static_mode ignored: the order of the first steps is planned and replayed in any case; remove it"
-            )
-        if self.match_weights:
-            said.append(
-                "_match_weights ignored: modules that are distributed take over the original's weights in any case; remove it"
-            )
-        if not self.fast_mode and self.pipeline_parallel_degree > 1:
-            said.append(
-                "fast_mode is false, so every call of a module on another stage waits for its result: remove it, unless the "
-                "shapes of a module's outputs depend on the values of its inputs"
-            )
-        return said
+        return find_warnings(self)
 
     @classmethod
     def from_mp_parameters(cls, value: Mapping[str, Any] | str | None) -> ModelParallelParameters:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,19 @@ def _shift(n):
     shifted = n.new_zeros(n.shape)
     shifted[:, 1:] = n[:, :-1].clone()
     return shifted
+
+
+@functools.cache  # before there are threads, which have one generator of random numbers
+def _attention_layer():
+    torch.manual_seed(2)
+    return torch.nn.MultiheadAttention(D, 2, batch_first=True, dtype=torch.float64).requires_grad_(False)
+
+
+@functools.cache
+def _encoder_layer():
+    torch.manual_seed(2)
+    layer = torch.nn.TransformerEncoderLayer(D, 2, 2 * D, 0.0, batch_first=True, dtype=torch.float64)
+    return layer.requires_grad_(False)
 
 
 #: Operations that need nothing of other ranks, or only sums.
@@ -154,6 +169,11 @@ GATHERING = {
     "masked attention": lambda x, y, tri, **_: F.scaled_dot_product_attention(
         _heads(x), _heads(y), _heads(y), attn_mask=tri
     ),
+    "attention of PyTorch's module": lambda x, w, **_: _attention_layer()(x, x, x, need_weights=False)[0] @ w,
+    "attention with weights": lambda x, tri, **_: list(
+        _attention_layer()(x, x, x, attn_mask=~tri, average_attn_weights=False)
+    ),
+    "encoder layer": lambda x, **_: _encoder_layer()(x),
     "number": lambda x, **_: x * float(x.abs().max()),
 }
 

@@ -17,6 +17,7 @@ from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
 from smp_runtime.context.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.context.travel import let_travel
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
 
@@ -47,6 +48,8 @@ class SequenceInputs:
         self._calls = 0
         self._reported: set[str] = set()
         functions.install()
+        let_travel(self._group)
+        ranks.step.leave = make_whole
 
     @classmethod
     def of(cls, ranks: Ranks) -> SequenceInputs | None:
@@ -151,9 +154,11 @@ def _random_state(device: torch.device) -> list[float]:
     return [float((state.double() * weight).sum()) for state, weight in zip(states, weights, strict=True)]
 
 
-def whole_output(value: torch.Tensor) -> torch.Tensor:
-    """Return a step's output as the script's other code can read it."""
-    return value.whole("the step's output") if isinstance(value, ShardedSequence) else value
+def make_whole(results: Any) -> Any:
+    """Return what a step has returned as the script's other code can read it."""
+    return map_leaves(
+        lambda leaf: leaf.whole("the step's output") if isinstance(leaf, ShardedSequence) else leaf, results
+    )
 
 
 def share_sequences_out(ranks: Ranks, modules: Iterable[nn.Module]) -> None:

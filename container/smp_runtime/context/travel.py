@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import layout_of
 from smp_runtime.context.sequence import ShardedSequence
-from smp_runtime.job import session as sessions
+from smp_runtime.pipeline.transport.packing import register_wrapper
 
 if TYPE_CHECKING:
     import torch
 
+    from smp_runtime.context.exchange import ContextGroup
 
-def take_apart(sequence: ShardedSequence) -> tuple[Any, ...]:
-    """Return what a pickle keeps of a sequence: a function and its arguments, the slice among them."""
+
+class _Here:
+    """The context group of this process."""
+
+    group: ContextGroup | None = None
+
+
+def let_travel(group: ContextGroup) -> None:
+    """Let sequences travel between stages, whose ranks hold the same positions."""
+    _Here.group = group
+    register_wrapper(ShardedSequence, _take_apart)
+
+
+def _take_apart(sequence: ShardedSequence) -> tuple[Any, ...]:
     layout = sequence.sequence_layout
     return put_together, (sequence.local, sequence.dim_held, layout.key, layout.outer, layout.inner)
 
 
 def put_together(local: torch.Tensor, dim: int, key: Any, outer: int, inner: int) -> ShardedSequence:
-    """Return the sequence of a slice that came from another stage, whose ranks hold the same positions."""
-    group = ContextGroup.of(sessions.current_session().ranks)
-    return ShardedSequence(local, dim, layout_of(key).merged(outer, inner), group)
+    """Return the sequence of a slice that came from another stage."""
+    if _Here.group is None:
+        raise AssertionError("a sequence came to a rank without context parallelism")
+    return ShardedSequence(local, dim, layout_of(key).merged(outer, inner), _Here.group)

@@ -80,6 +80,7 @@ class StepState:
         is_tracing: whether the running step only traces the model, to partition it.
         count: number of steps that have ended.
         watch: observer of microbatches without a pipeline, or None.
+        leave: changes what a microbatch has returned, before the script gets it.
     """
 
     def __init__(self, *, has_threads: bool) -> None:
@@ -88,6 +89,7 @@ class StepState:
         self.is_tracing = False
         self.count = 0
         self.watch: StepWatch | None = None
+        self.leave: Callable[[Any], Any] = lambda result: result
         self.use_threads(has_threads)
 
     def use_threads(self, has_threads: bool) -> None:
@@ -262,7 +264,7 @@ def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> Agreed
         if one.settings != everyone[0].settings:
             raise ConfigError(
                 f"rank {rank} was configured with {one.settings}, but rank 0 with {everyone[0].settings}; every rank must read "
-                f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}",
+                f"the same configuration: check what each passes to the init function and its {PARAMETERS_VARIABLE}",
                 code="SMP303",
             )
         if one.shared_gpu != everyone[0].shared_gpu:

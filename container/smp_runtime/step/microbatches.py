@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.context.inputs import whole_output
 from smp_runtime.errors import SMPAttributeError, SMPTypeError, SMPUserError
 from smp_runtime.tensors.nested import leaves_of
 
@@ -176,8 +175,7 @@ def merge_outputs(returned: list[Any], *, detach: bool) -> Any:
 def _merge(values: list[Any], detach: bool) -> Any:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
-        values = [whole_output(value.detach() if detach else value) for value in values]
-        return StepOutput(values)
+        return StepOutput([value.detach() if detach else value for value in values])
     if any(type(value) is not type(first) for value in values):
         return values
     if isinstance(first, tuple) and hasattr(first, "_fields"):

@@ -141,7 +141,7 @@ class StepFunction:
         for model in models:
             model.begin_step()
         try:
-            returned = self._run(session, models, microbatches, own)
+            returned = [ranks.step.leave(result) for result in self._run(session, models, microbatches, own)]
         except BaseException:
             for model in models:
                 model.abandon_step()

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from smp_runtime.context.attention import attend
 from smp_runtime.context.sequence import ShardedSequence, rule
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import taken_apart
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS: dict[str, Any] = {
@@ -53,6 +55,15 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return query.like(
         out if query.dim() == 4 else out.squeeze(0) if query.dim() == 3 else out.view(*query.local.shape[:-1], -1)
     )
+
+
+_ATTENTION_OF_MODULES = taken_apart(F.multi_head_attention_forward)
+
+
+@rule("F.multi_head_attention_forward")
+def _compose_attention(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the attention of ``nn.MultiheadAttention``, which is made of operations with rules."""
+    return _ATTENTION_OF_MODULES(*args, **kwargs)
 
 
 def _attend_to_whole(func: Callable[..., Any], given: dict[str, Any], query: ShardedSequence) -> Any:

@@ -14,8 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from smp_runtime.context.sequence import ShardedSequence
-from smp_runtime.context.travel import take_apart
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.remote_tensor import RemoteTensor
@@ -106,7 +104,7 @@ def unpack(head: bytes, tensors: Sequence[Any], *, module_of: Callable[[str], nn
 
 
 # How an object is treated, by its type. Plain ones cannot change, so equal ones may stand for each other.
-_PLAIN, _TENSOR, _MODULE, _DEVICE, _FROZEN_SET, _SET, _MUTABLE, _SEQUENCE = range(8)
+_PLAIN, _TENSOR, _MODULE, _DEVICE, _FROZEN_SET, _SET, _MUTABLE, _WRAPPER = range(8)
 
 _PLAIN_TYPES = (
     type(None), bool, int, float, complex, str, bytes, tuple, range, slice, type(...), type(NotImplemented),
@@ -117,9 +115,19 @@ _PLAIN_TYPES = (
 _treatments: dict[type, int] = {frozenset: _FROZEN_SET, set: _SET, torch.device: _DEVICE}
 
 
+#: Classes of tensors that travel in parts, with what takes one apart: into a function and its arguments, as for a pickle.
+_taken_apart: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
+
+def register_wrapper(type_: type, take_apart: Callable[[Any], tuple[Any, ...]]) -> None:
+    """Let tensors of a class travel in parts, of which those that are tensors travel like others."""
+    _taken_apart[type_] = take_apart
+    _treatments.pop(type_, None)
+
+
 def _treatment(type_: type) -> int:
-    if issubclass(type_, ShardedSequence):
-        result = _SEQUENCE
+    if type_ in _taken_apart:
+        result = _WRAPPER
     elif issubclass(type_, torch.Tensor):
         result = _TENSOR
     elif issubclass(type_, nn.Module):
@@ -177,7 +185,7 @@ class _Pickler(pickle.Pickler):
             return "module", self._modules[id(obj)]
         if kind == _DEVICE:
             return None if obj.index is None or obj.type == "cpu" else ("device", obj.type)
-        if kind == _SEQUENCE:  # its slice is a tensor of its own
+        if kind == _WRAPPER:  # its parts are objects of their own
             return None
         if kind == _FROZEN_SET:
             return "frozenset", tuple(sorted(obj, key=_sort_key))
@@ -185,7 +193,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return what stands for an object in the pickle, in place of what it says itself."""
-        return take_apart(obj) if isinstance(obj, ShardedSequence) else NotImplemented
+        apart = _taken_apart.get(type(obj))
+        return NotImplemented if apart is None else apart(obj)
 
     def _changeable(self, obj: Any, kind: int) -> Any:
         """Record that the tree has something that a callee could change, and return its replacement or None."""
@@ -256,7 +265,7 @@ def _are_distinct_tensors(values: Sequence[Any]) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, ShardedSequence)
+    return isinstance(value, torch.Tensor) and type(value) not in _taken_apart
 
 
 def _is_call(tree: Any) -> bool:

@@ -1,0 +1,1 @@
+"""What only version 1 of the library has."""
