@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.matrix import examples
+from support.models.long_sequences import CausalNet, next_word_loss, word_batches
 from support.ranks.rank_pool import RankPool
-from support.training.checkpoint_training import TOPOLOGIES, resume_each, resume_train_save, train_and_save
+from support.training.checkpoint_training import SHARDED, TOPOLOGIES, resume_each, resume_train_save, train_and_save
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 
 STOP, END = 10, 20
 
@@ -58,6 +61,62 @@ def test_pairs_one_after_the_other_go_on_as_one_process(ranks, tmp_path):
         for losses in ranks(resume_train_save, world, str(tmp_path), tag, first, last, seed, config=settings):
             differences[number, name] = max(abs(a - b) for a, b in zip(losses, expected[first:last], strict=True))
     assert max(differences.values()) < 1e-5, differences
+
+
+#: From one layout with shared sequences to the next: processes and settings.
+CONTEXT = [
+    (2, {"context_parallel_degree": 2}),
+    (2, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+    (4, {"context_parallel_degree": 4, "shard_optimizer_state": True}),
+    (4, {"context_parallel_degree": 2, "sharded_data_parallel_degree": 4, **SHARDED}),
+    (1, {}),
+    (4, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
+    (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "prescaled_batch": True}),
+    (4, {"context_parallel_degree": 4, "sharded_data_parallel_degree": 2, **SHARDED}),
+    (2, {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2, **SHARDED}),
+]
+
+
+def _go_on_with_long_sequences(path, first, last, partial):
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(first + smp.rank())
+    model = CausalNet().double()
+    if smp.tp_size() > 1:
+        smp.set_tensor_parallelism(model)
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if first:
+        content = smp.resume_from_checkpoint(path, tag=f"{first}-{partial}", partial=partial)
+        assert content["step"] == first
+    batches = word_batches(last, 4)[first:]
+    losses = list(updates(training_step(model, next_word_loss), optimizer, batches))
+    for is_partial in (True, False):
+        smp.save_checkpoint(
+            path,
+            tag=f"{last}-{is_partial}",
+            partial=is_partial,
+            model=model,
+            optimizer=optimizer,
+            user_content={"step": last},
+        )
+    return losses, smp.cp_size()
+
+
+def test_shared_sequences_go_on_whole_and_shared_out_otherwise(ranks, tmp_path):
+    chain = CONTEXT[: examples(5, len(CONTEXT))]
+    batches = word_batches(HOP * len(chain), 4)
+    expected = train_alone(CausalNet().double(), _adamw, batches, next_word_loss).losses
+    for number, (world, settings) in enumerate(chain):
+        first, last = number * HOP, (number + 1) * HOP
+        given = (str(tmp_path), first, last, number % 2 == 1)
+        for losses, size in ranks(_go_on_with_long_sequences, world, *given, config={"ddp": True, **settings}):
+            assert losses == pytest.approx(expected[first:last], abs=1e-9), (number, settings)
+            assert size == settings.get("context_parallel_degree", 1)
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 @pytest.mark.full

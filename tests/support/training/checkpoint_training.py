@@ -14,7 +14,7 @@ from support.training.rank_training import training_step, updates
 VOCABULARY, HIDDEN, SEQ, BATCH = 12, 8, 5, 16
 
 #: Clipping changes nothing, everything is sharded.
-_SHARDED = {"ddp": True, "sdp_param_persistence_threshold": 20, "sdp_gradient_clipping": 1e9}
+SHARDED = {"ddp": True, "sdp_param_persistence_threshold": 20, "sdp_gradient_clipping": 1e9}
 _STATE = {"ddp": True, "shard_optimizer_state": True}
 
 #: Number of processes and settings. ``s`` sharded data parallel degree, ``o`` sharded optimizer state.
@@ -24,24 +24,24 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "o2": (2, _STATE),
     "pp2": (2, {"partitions": 2, "microbatches": 4}),
     "tp2": (2, {"ddp": True, "tensor_parallel_degree": 2}),
-    "s2": (2, {**_SHARDED, "sharded_data_parallel_degree": 2}),
-    "s4": (4, {**_SHARDED, "sharded_data_parallel_degree": 4}),
-    "s2-dp2": (4, {**_SHARDED, "sharded_data_parallel_degree": 2}),
+    "s2": (2, {**SHARDED, "sharded_data_parallel_degree": 2}),
+    "s4": (4, {**SHARDED, "sharded_data_parallel_degree": 4}),
+    "s2-dp2": (4, {**SHARDED, "sharded_data_parallel_degree": 2}),
     "pp2-o2": (4, {**_STATE, "partitions": 2, "microbatches": 2}),
     "pp2-tp2": (4, {"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "microbatches": 2}),
-    "pp2-s2": (4, {**_SHARDED, "partitions": 2, "sharded_data_parallel_degree": 2, "microbatches": 2}),
+    "pp2-s2": (4, {**SHARDED, "partitions": 2, "sharded_data_parallel_degree": 2, "microbatches": 2}),
     "tp2-o2": (4, {**_STATE, "tensor_parallel_degree": 2, "prescaled_batch": True}),
-    "tp2-s2": (4, {**_SHARDED, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
+    "tp2-s2": (4, {**SHARDED, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
     "pp4": (4, {"partitions": 4, "microbatches": 4}),
     "tp4": (4, {"ddp": True, "tensor_parallel_degree": 4, "placement_strategy": "TPD"}),
     # Eight processes.
     "pp2-tp2-dp2": (8, {"ddp": True, "partitions": 2, "tensor_parallel_degree": 2, "microbatches": 2}),
     "pp4-o2": (8, {**_STATE, "partitions": 4, "microbatches": 2}),
-    "s4-dp2": (8, {**_SHARDED, "sharded_data_parallel_degree": 4}),
+    "s4-dp2": (8, {**SHARDED, "sharded_data_parallel_degree": 4}),
     "pp2-tp2-s2": (
         8,
         {
-            **_SHARDED,
+            **SHARDED,
             "partitions": 2,
             "tensor_parallel_degree": 2,
             "sharded_data_parallel_degree": 2,
