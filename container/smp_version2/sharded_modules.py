@@ -56,6 +56,7 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
         experts = [] if under_way else shards.find_unsharded(given["module"])
         groups_of_experts = choose_groups(parameters, ranks, given.get("sharding_strategy"), are_experts=True)
         given = _with_groups(given, experts, groups_of_experts, parameters, ranks)
+        given = shards.leave_out_again(given) if under_way else given
         _require_original_parameters(given)
         if ranks.device.type == "cpu":  # FSDP refuses to choose it, and emulated GPUs are CPUs
             given["device_id"] = ranks.device

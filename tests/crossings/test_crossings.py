@@ -231,6 +231,9 @@ VERSION_2 = {
         topology="tp2-s2", units="layers", checkpointing="offload", horizon=1, delayed="meta", optimizer="adamw", passes=2,
         net="llama", events=(Event(1, "evaluate"), Event(3, "resume_full", "s4")),
     ),
+    "experts in blocks that are created when they are sharded": Version2Case(
+        topology="ep2", units="layers", delayed="meta", clipping="library", net="mixtral"
+    ),
     "the first rank's weights in half precision, and a local checkpoint": Version2Case(
         topology="s2", units="blocks", strategy="SHARD_GRAD_OP", precision="bf16", checkpointing="reentrant", delayed="rank0",
         grouped=True, clipping="own", net="initialised", events=(Event(2, "resume_local", "s2"), Event(3, "summon_weights")),

@@ -242,18 +242,16 @@ def _fit_model(case: Version2Case) -> dict[str, Any]:
     net, values = VERSION2_NETS[case.net], dict[str, Any]()
     if case.net in ("listed", "tabled") and case.is_rounded:  # other experts are chosen
         values["precision"] = "float32"
-    exact = ("float64",) if case.net == "mixtral" else ("float64", "float32")
-    if values.get("precision", case.precision) not in exact and case.optimizer not in _ROUNDABLE:
+    if values.get("precision", case.precision) in ("autocast", "bf16") and case.optimizer not in _ROUNDABLE:
         values["optimizer"] = "momentum"
     if case.delayed == "meta" and case.net not in _DRAWN_LATE:
         values["delayed"] = "none"
     if case.passes == 1:
         values["without_sync"] = False
-    if (
-        case.checkpointing == "reentrant" and case.use == "twice"
-    ):  # FSDP's units fail in backward, also without the library
-        values["checkpointing"] = "each"
-    if case.checkpointing != "offload":
+    if case.delayed != "none" and case.net == "tied":  # accelerate breaks ties, and the model has no tie_weights
+        values["delayed"] = "none"
+    values |= _fit_recomputation(case)
+    if values.get("checkpointing", case.checkpointing) != "offload":
         values |= {"own_offloading": True, "horizon": 2}
     if case.units == "layers" and not net.from_transformers:  # modules that tsm.transform knows as blocks
         values["units"] = "blocks"
@@ -307,6 +305,6 @@ def _fit_event(event: Event, case: Version2Case) -> str:
         return "scale_gradients"
     if case.shards_by == "function" and kind == "summon_weights":
         return "change_weights"
-    if case.shards_by == "function" and kind == "resume_local":
-        return "resume_sharded"
+    if kind == "resume_local" and (case.shards_by == "function" or any(shard == 1 for _, shard, _, _ in case.degrees)):
+        return "resume_sharded"  # FSDP's ranks, which name the folders, differ between copies of a whole state
     return kind

@@ -298,7 +298,8 @@ class Version2Job(Version2Events):
         from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
 
         has_moments = bool(self.optimizer.state)
-        state, folder, group = self._sharded_state(), self._part(step), tsm.state.shard_process_group
+        folder, group = self._part(step), tsm.state.shard_process_group
+        state = self._sharded_state(has_moments=has_moments)
         if group is None or tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0:
             save = state_dict_saver.async_save if is_async else state_dict_saver.save
             save(state, checkpoint_id=folder, process_group=group)
@@ -308,7 +309,7 @@ class Version2Job(Version2Events):
         self._rejoin(step)
         if has_moments:
             self._prime()
-        state, group = self._sharded_state(), tsm.state.shard_process_group
+        state, group = self._sharded_state(has_moments=has_moments), tsm.state.shard_process_group
         load(state, checkpoint_id=self._part(step), process_group=group)
         self._load_sharded(state)
 
@@ -334,7 +335,9 @@ class Version2Job(Version2Events):
 
         init_optim_state(self.optimizer, skip_empty_param=True)
 
-    def _sharded_state(self) -> dict[str, Any]:
+    def _sharded_state(self, *, has_moments: bool) -> dict[str, Any]:
+        if self.case.shards_by == "function" and not has_moments:  # PyTorch's function would make some, and count a step
+            return {"model": torch_state.get_model_state_dict(self.root)}
         if self.case.shards_by == "function":
             model, optimizer = torch_state.get_state_dict(self.root, self.optimizer)
             return {"model": model, "optimizer": optimizer}
@@ -345,6 +348,9 @@ class Version2Job(Version2Events):
             }
 
     def _load_sharded(self, state: dict[str, Any]) -> None:
+        if "optimizer" not in state:
+            torch_state.set_model_state_dict(self.root, state["model"])
+            return
         if self.case.shards_by == "function":
             model, moments = state["model"], state["optimizer"]
             torch_state.set_state_dict(self.root, self.optimizer, model_state_dict=model, optim_state_dict=moments)

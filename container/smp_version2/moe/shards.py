@@ -55,6 +55,25 @@ def leave_out(given: dict[str, Any], experts: list[SharedExperts]) -> dict[str, 
     }
 
 
+def leave_out_again(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a unit that PyTorch makes inside of another one, which must leave the experts in its module alone, too.
+
+    PyTorch passes the parameters that the outer unit ignores. But a unit replaces those on the meta device by others with values,
+    which it does not ignore: it would average experts with other experts of other ranks.
+    """
+    experts = find_unsharded(given["module"])
+    own = {parameter for each in experts for parameter in each.parameters()}
+    if not any(parameter.is_meta for parameter in own):
+        return given
+    states = set(given.get("ignored_states") or ())
+    if not any(parameter in states for parameter in given["module"].parameters() if parameter not in own):
+        return {**{key: value for key, value in given.items() if key != "ignored_states"}, "ignored_modules": experts}
+    for each in experts:  # it takes either modules or parameters, and the script ignores some
+        for part in each.modules():
+            given["param_init_fn"](part)
+    return {**given, "ignored_states": states | {value for each in experts for value in each.parameters()}}
+
+
 def require_all_ranks(given: dict[str, Any], ranks: Ranks, who: str = "FullyShardedDataParallel") -> None:
     """Raise an error if a script's own groups do not average over all ranks.
 
