@@ -84,7 +84,8 @@ def case(text: str) -> None:
 def _draw(seed: str, number: int, given: Mapping[str, object]) -> AnyCase:
     """Draw a case of the version that is given, or else of the one that has the given fields and this number."""
     fields = {name: value for name, value in given.items() if name != "version"}
-    default = 2 if number % _EVERY == _EVERY - 1 and fields.keys() <= VERSION2_AXES.keys() else 1
+    fits_version_2 = all(value in VERSION2_AXES.get(name, ()) for name, value in fields.items())
+    default = 2 if number % _EVERY == _EVERY - 1 and fits_version_2 else 1
     default = default if fields.keys() <= AXES.keys() else 2
     is_version_2 = given.get("version", default) == 2
     return draw_version2(seed, number, fields) if is_version_2 else draw(seed, number, fields)
