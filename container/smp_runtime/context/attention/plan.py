@@ -150,11 +150,13 @@ def _make(
     seen = visibility or by_position(queries, member, bounds)
     needed = needed_of(queries, keys, seen.needed, bounds=bounds)
     held = queries.held[member]
+    is_masked = seen.some is not None
+    segments = [_Segment.of(held[begin:end], bounds, keys.length, is_masked=is_masked) for begin, end in seen.segments]
 
     def block(owner: int) -> KeyBlock:
         wanted = needed[member][owner]
         positions = keys.held[owner][wanted]
-        calls = _calls(held, positions, seen, bounds=bounds)
+        calls = _calls(segments, positions, seen)
         return KeyBlock(owner, _places(wanted), RowIndex(positions), calls)
 
     distances = [distance for distance in range(1, members) if _is_used(needed, distance)]
@@ -186,42 +188,67 @@ def _columns(positions: torch.Tensor) -> slice | RowIndex:
     return RowIndex(positions)
 
 
-def _calls(
-    held: torch.Tensor, positions: torch.Tensor, seen: Visibility, *, bounds: KeyBounds | None
-) -> list[AttentionCall]:
+@dataclass(frozen=True)
+class _Segment:
+    """What bounds say about rows that are computed together.
+
+    Attributes:
+        some: the range of keys to which some row attends at most, both ends included; empty for none.
+        every: the range to which each row attends.
+        is_diagonal: whether the rows attend to each other as causality has it.
+    """
+
+    rows: torch.Tensor
+    some: tuple[int, int]
+    every: tuple[int, int]
+    is_diagonal: bool
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, bounds: KeyBounds | None, length: int, *, is_masked: bool) -> _Segment:
+        """Return the summary of rows by position, of keys of this number."""
+        if bounds is None:
+            return cls(rows, (0, length - 1), (0, length - 1), False)
+        first, last = bounds.first[rows], bounds.last[rows]
+        attends = first <= last
+        if not bool(attends.any()):
+            return cls(rows, (0, -1), (0, -1), False)
+        is_diagonal = not is_masked and bounds.is_diagonal(rows)
+        # The first row's own key belongs to the diagonal, although all rows attend to it.
+        end = int(last.min()) - is_diagonal
+        some = int(first[attends].min()), int(last[attends].max())
+        return cls(rows, some, (int(first.max()), end), is_diagonal)
+
+
+def _calls(segments: list[_Segment], positions: torch.Tensor, seen: Visibility) -> list[AttentionCall]:
+    """Return the calls that compute a block with the keys at these positions."""
+    if not len(positions):
+        return []
     calls = []
-    for number, (begin, end) in enumerate(seen.segments):
-        rows = held[begin:end]
-        is_diagonal = bounds is not None and seen.some is None and bounds.is_diagonal(rows)
-        some, every = _seen_by(rows, positions, bounds, is_diagonal=is_diagonal)
-        if seen.some is not None and seen.every is not None:
-            some, every = some & seen.some[number][positions], every & seen.every[number][positions]
-        codes = some.to(torch.int8) + (some & every).to(torch.int8)
-        for start, stop, code in _ranges(codes):
+    # Most documents have keys in a small part of a block only: where they begin and end is looked up at once.
+    is_sorted = bool((positions.diff() > 0).all())
+    ends = torch.tensor([[each.some[0], each.some[1] + 1] for each in segments], dtype=torch.int64).view(-1, 2)
+    parts = torch.searchsorted(positions, ends).tolist() if is_sorted else [[0, len(positions)]] * len(segments)
+    for number, (segment, (start, stop)) in enumerate(zip(segments, parts, strict=True)):
+        if start >= stop:
+            continue
+        begin, end = seen.segments[number]
+        for low, high, code in _ranges(_codes(segment, positions[start:stop], seen, number)):
+            held = positions[start + low : start + high]
             kind = CallKind.FULL if code == _EVERY else CallKind.MASKED
-            if code == _SOME and is_diagonal and torch.equal(rows, positions[start:stop]):
+            if code == _SOME and segment.is_diagonal and torch.equal(segment.rows, held):
                 kind = CallKind.CAUSAL
-            columns = _columns(positions[start:stop])
-            calls.append(AttentionCall(slice(begin, end), slice(start, stop), kind, columns))
+            keys = slice(start + low, start + high)
+            calls.append(AttentionCall(slice(begin, end), keys, kind, _columns(held)))
     return calls
 
 
-def _seen_by(
-    rows: torch.Tensor, positions: torch.Tensor, bounds: KeyBounds | None, *, is_diagonal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether bounds let some row of a segment attend to a key, and whether all of them."""
-    if bounds is None:
-        every = torch.ones(len(positions), dtype=torch.bool)
-        return every, every
-    first, last = bounds.first[rows], bounds.last[rows]
-    attends = first <= last
-    if not bool(attends.any()):
-        none = torch.zeros(len(positions), dtype=torch.bool)
-        return none, none
-    some = (positions >= first[attends].min()) & (positions <= last[attends].max())
-    # The first row's own key belongs to the diagonal, although all rows attend to it.
-    end = last.min() - 1 if is_diagonal else last.min()
-    return some, (positions >= first.max()) & (positions <= end)
+def _codes(segment: _Segment, positions: torch.Tensor, seen: Visibility, number: int) -> torch.Tensor:
+    """Return for each key whether no row of a segment attends to it, some do, or all."""
+    some = (positions >= segment.some[0]) & (positions <= segment.some[1])
+    every = (positions >= segment.every[0]) & (positions <= segment.every[1])
+    if seen.some is not None and seen.every is not None:
+        some, every = some & seen.some[number][positions], every & seen.every[number][positions]
+    return some.to(torch.int8) + (some & every).to(torch.int8)
 
 
 def _ranges(codes: torch.Tensor) -> list[tuple[int, int, int]]:
