@@ -31,12 +31,28 @@ from smp_runtime.checkpoint.memory.host_folder import (
 )
 
 #: Topologies and precisions.
-NAMES = ["one", "dp2", "o2", "pp2", "tp2", "s2", "s4", "pp2-o2", "pp2-tp2", "tp2-o2", "tp2-s2", "pp2-s2", "pp4"]
+NAMES = [
+    "one",
+    "dp2",
+    "o2",
+    "pp2",
+    "tp2",
+    "s2",
+    "s4",
+    "pp2-o2",
+    "pp2-tp2",
+    "tp2-o2",
+    "tp2-s2",
+    "pp2-s2",
+    "pp4",
+    "cp2",
+    "cp2-s4",
+]
 HALF = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 #: The first window of a job has its gradients in other buckets than later ones, or adds microbatches in another order: where sums
 #: have more than two terms, their last bits may differ. What is loaded does not.
 LAST_BITS = {"tp2-s2", "tp2-o2", "pp2-s2"}
-SAMPLE = {("dp2", "bf16"), ("s2", "fp16"), ("pp2", "fp32")}
+SAMPLE = {("cp2", "fp32"), ("dp2", "bf16"), ("s2", "fp16"), ("pp2", "fp32")}
 CELLS = [(name, half) for name in NAMES for half in HALF]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.matrix import examples
 from support.platform.memory_told import told
 from support.training.reshape_training import FOUR, every_pair, settings_of, train_alone, train_through
 
 #: From each kind of parallelism to another one.
 SAMPLE = "dp2 pp2-tp2 s4 tp2-s2 pp4 dp2".split()
+
+
+#: Sequences are shared out, whole again, and shared out beside other degrees.
+SHARED = "cp2-o2 dp2 cp2-s4 pp2-cp2 tp2-s2 cp2-o2".split()
 
 
 def _differences(expected, outcomes):
@@ -29,6 +34,14 @@ def _check_bytes(outcomes):
 def test_a_job_trains_on_as_if_nothing_had_happened(ranks):
     expected = ranks(train_alone, 1, 2 * len(SAMPLE), "float64", config={})[0]
     outcomes = ranks(train_through, 4, SAMPLE, 2, "float64", config=settings_of(SAMPLE[0]), timeout=120)
+    assert _differences(expected, outcomes) < 1e-9
+    _check_bytes(outcomes)
+
+
+def test_a_job_begins_and_ends_to_share_sequences_out(ranks):
+    names = SHARED[: examples(4, len(SHARED))]
+    expected = ranks(train_alone, 1, 2 * len(names), "float64", config={})[0]
+    outcomes = ranks(train_through, 4, names, 2, "float64", config=settings_of(names[0]), timeout=120)
     assert _differences(expected, outcomes) < 1e-9
     _check_bytes(outcomes)
 

@@ -32,6 +32,10 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-s2": (4, {**SHARDED, "partitions": 2, "sharded_data_parallel_degree": 2, "microbatches": 2}),
     "tp2-o2": (4, {**_STATE, "tensor_parallel_degree": 2, "prescaled_batch": True}),
     "tp2-s2": (4, {**SHARDED, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
+    "cp2": (2, {"ddp": True, "context_parallel_degree": 2, "microbatches": 2}),
+    "cp2-s4": (4, {**SHARDED, "context_parallel_degree": 2, "sharded_data_parallel_degree": 4}),
+    "pp2-cp2": (4, {"ddp": True, "partitions": 2, "context_parallel_degree": 2, "microbatches": 2}),
+    "cp2-o2": (4, {**_STATE, "context_parallel_degree": 2}),
     "pp4": (4, {"partitions": 4, "microbatches": 4}),
     "tp4": (4, {"ddp": True, "tensor_parallel_degree": 4, "placement_strategy": "TPD"}),
     # Eight processes.

@@ -15,6 +15,7 @@ PLAIN: dict[str, Any] = {
     "microbatches": 1,
     "tensor_parallel_degree": 1,
     "sharded_data_parallel_degree": 1,
+    "context_parallel_degree": 1,
     "shard_optimizer_state": False,
     "prescaled_batch": False,
     "placement_strategy": "cluster",
