@@ -336,7 +336,8 @@ class Version2Job(Version2Events):
         init_optim_state(self.optimizer, skip_empty_param=True)
 
     def _sharded_state(self, *, has_moments: bool) -> dict[str, Any]:
-        if self.case.shards_by == "function" and not has_moments:  # PyTorch's function would make some, and count a step
+        # PyTorch's function for both would make moments, and count a step.
+        if self.case.shards_by == "function" and not has_moments:
             return {"model": torch_state.get_model_state_dict(self.root)}
         if self.case.shards_by == "function":
             model, optimizer = torch_state.get_state_dict(self.root, self.optimizer)

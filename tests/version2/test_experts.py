@@ -253,6 +253,30 @@ def test_what_cannot_be_shared_out_is_named(ranks: Any) -> None:
             assert words in found[kind], (kind, found[kind])
 
 
+def _join_with_other_degrees(name: str) -> str:
+    import os
+
+    import torch.sagemaker as tsm
+
+    from smp_config import ConfigError
+
+    try:
+        tsm.init({name: 1 + int(os.environ["RANK"])})
+    except ConfigError as error:
+        return str(error)
+    finally:
+        tsm.shutdown()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["expert_parallel_degree", "activation_loading_horizon"])
+def test_ranks_with_other_settings_are_refused_at_the_start(ranks: Any, name: str) -> None:
+    for said in ranks(_join_with_other_degrees, 2, name, init=False):
+        assert said.startswith("rank 1 was configured with {")
+        assert f'"{name}": 1' in said
+        assert f'"{name}": 2' in said
+
+
 def test_a_whole_module_is_made_of_a_part() -> None:
     mixture = make_tabled().blocks[0].mixture
     whole = {name: value.clone() for name, value in mixture.experts.state_dict().items()}
