@@ -111,7 +111,8 @@ def _mask(kind, draw, sizes, dtype):
         "bias": -0.3 * (row - key).abs().to(dtype),
         "bias of heads": numbers.masked_fill(noise[:1, :1] > 0.8, -torch.inf),
         "causal beside bias": numbers[:1],
-        "learned": numbers[:1] * draw.choice([0, 1]),  # zeros have a gradient, too
+        # Zeros have a gradient, too.
+        "learned": numbers[:1, : draw.choice([1, heads])] * draw.choice([0, 1]),
         "learned for all rows": numbers[:1, :, :1],
         "large numbers": torch.zeros(batch, 1, rows, keys, dtype=dtype).masked_fill(
             (key < lengths) | (key > row), hidden
