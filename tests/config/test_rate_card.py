@@ -68,6 +68,13 @@ def test_collectives_by_hand(kind: str, ranks: int, hosts: int, seconds: float) 
     assert ROUND.seconds_of_collective(kind, 1e9, ranks, hosts) == pytest.approx(seconds)
 
 
+def test_an_exchange_takes_as_long_as_its_bytes_on_the_busier_link() -> None:
+    """A rank sends a seventh to each of the others; between two hosts of 4 ranks, four of them."""
+    assert ROUND.seconds_of_exchange(0.7e9, 8, 1) == pytest.approx(0.7 + 1e-3)
+    assert ROUND.seconds_of_exchange(0.7e9, 8, 2) == pytest.approx(0.4 / 0.1 + 10e-3)
+    assert ROUND.seconds_of_exchange(1e9, 1, 1) == 0.0
+
+
 def test_a_ring_never_takes_longer_for_more_of_its_ranks_on_a_host() -> None:
     for kind in COLLECTIVE_KINDS:
         times = [ROUND.seconds_of_collective(kind, 1e9, 8, hosts) for hosts in (2, 4, 8)]

@@ -101,4 +101,4 @@ def test_what_is_accepted_runs(number: int, script: Path, tmp_path: Path) -> Non
     assert found["size"] == case.world
     pipeline, tensor, replicas = found["groups"]
     assert (pipeline, tensor) == _degrees(case)[:2]
-    assert pipeline * tensor * replicas == case.world
+    assert pipeline * tensor * replicas * case.parameters.get("context_parallel_degree", 1) == case.world

@@ -276,7 +276,7 @@ def test_what_the_client_accepts_trains(number: int, ranks: Any, places: dict[st
     results = ranks(_started, case.world, str(tmp_path), config=config, env={"SM_OUTPUT_DATA_DIR": str(tmp_path)})
     for loss, (pipeline, tensor, replicas) in results:
         assert loss == loss, "not a number"
-        assert pipeline * tensor * replicas == case.world
+        assert pipeline * tensor * replicas * config.get("context_parallel_degree", 1) == case.world
         assert (pipeline, tensor) == (config["pipeline_parallel_degree"], config.get("tensor_parallel_degree", 1))
 
 

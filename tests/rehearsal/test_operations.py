@@ -131,3 +131,67 @@ def test_attention_with_dropout_keeps_no_scores_as_on_a_gpu():
     assert out.shape == heads.shape
     assert heard.operations
     assert all(made.numel() < 256 * 256 for operation in heard.operations for made in operation.made)
+
+
+@pytest.mark.parametrize("length", [24, 1 << 17])
+def test_positions_and_plans_are_computed_however_long_sequences_are(length):
+    from smp_runtime.context.attention.bounds import bounds_of
+    from smp_runtime.context.attention.plan import plan_for
+    from smp_runtime.context.attention.positions import positions_of
+    from smp_runtime.context.layout import zigzag
+
+    zigzag.cache_clear()
+    with unperformed():
+        held = positions_of(zigzag(length, 4).positions)
+        plan = plan_for(held, held, 0, None, bounds=bounds_of(None, length, causal=True), at_once=False)
+        masked = zigzag(length, 4).padded(0, 1)
+    quarter, half = length // 4, length // 8
+    assert held.counts == [quarter] * 4
+    assert {distance: len(block.positions) for distance, block in plan.arriving.items()} == dict.fromkeys(
+        (1, 2, 3), quarter
+    )
+    assert [len(plan.leaving[distance]) for distance in (1, 2, 3)] == [half] * 3
+    assert plan.scores() * 4 == length * (length + 1) // 2
+    assert masked.length == length + 1
+
+
+@pytest.mark.parametrize("rows", [24, 4096])
+def test_masks_that_are_not_computed_hide_nothing(monkeypatch, rows):
+    """A mask of zeros is memory that nothing was written to: read, it would say that no rank sends anything."""
+    from smp_runtime.context.attention import visibility
+    from smp_runtime.context.attention.bounds import bounds_of
+    from smp_runtime.context.attention.positions import positions_of
+    from smp_runtime.context.layout import zigzag
+    from smp_tools.rehearsal import assumed_masks
+
+    class Pair:
+        rank, size = 0, 2
+
+    gathered = []
+    monkeypatch.setattr(visibility, "analyze", visibility.analyze)
+    monkeypatch.setattr(assumed_masks, "gather_bits", lambda group, bits: gathered.append(bits.numel()))
+    monkeypatch.setattr(visibility, "gather_bits", lambda group, bits: bits.expand(2, -1))
+    assumed_masks.assume_masks(4096)
+    held = positions_of(zigzag(rows, 2).positions)
+    mask = torch.zeros(1, 1, rows // 2, rows, dtype=torch.bool)
+    with unperformed():
+        seen = visibility.analyze(mask, held, held, 0, Pair(), bounds=None)
+        bounded = visibility.analyze(mask, held, held, 1, Pair(), bounds=bounds_of(None, rows, causal=True))
+    is_read = rows == 24
+    assert bool(seen.needed.any()) != is_read
+    assert gathered == ([] if is_read else [rows, rows])
+    if not is_read:
+        assert bool(seen.needed.all())
+        assert bounded.needed.sum(1).tolist() == [rows, 3 * rows // 4]
+
+
+def test_dropped_scores_of_shared_sequences_are_dropped():
+    from smp_runtime.context.layout import zigzag
+    from smp_runtime.context.sequence import ShardedSequence
+
+    asked = []
+    fused = as_fused(lambda query, key, value, mask, dropout: asked.append(dropout))
+    fused(torch.ones(1), None, None, None, 0.1)
+    layout = zigzag(8, 2)
+    fused(ShardedSequence(torch.ones(4), 0, layout, None), None, None, None, 0.1)
+    assert asked == [0.0, 0.1]

@@ -109,6 +109,8 @@ class SequenceInputs:
         first = self._ranks.control.allgather(
             [state.tolist() for state in states] if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
         )[0]
+        if first is None:  # in a rehearsal, where no rank was there to say it
+            return
         torch.set_rng_state(torch.tensor(first[0], dtype=torch.uint8))
         if len(first) > 1:
             torch.cuda.set_rng_state(torch.tensor(first[1], dtype=torch.uint8))

@@ -46,6 +46,7 @@ from smp_runtime.microbatch_state.compiled_blocks import run_eagerly
 from smp_runtime.pipeline.execution import root_stage
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.tensors.torch_private import absent_store
+from smp_tools.rehearsal.assumed_masks import assume_masks
 from smp_tools.rehearsal.calls import Agreement, CallLog, Difference, file_of_calls
 from smp_tools.rehearsal.control import Kinds, RehearsedControl
 from smp_tools.rehearsal.counters import Counters, RehearsalOver
@@ -203,6 +204,7 @@ class _Kind:
         self._heard = MessageLog()
         card = _rates(request)
         limit = request.performed_bytes if request.performed_bytes is not None else PERFORMED_BYTES
+        self._limit = limit
         self._counters = Counters(request.steps, limit, card)
         self._loaders = self._counters.loaders = Loaders(request.inputs, request.stand_in_samples)
         self._rank = 0
@@ -213,6 +215,7 @@ class _Kind:
         self._place(_parameters_of_environment())
         sessions.joining.append(self._join)
         sessions.at_init.append(self._begin)
+        assume_masks(self._limit)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
         DistributedDataParallel.__init__ = _refused  # type: ignore[method-assign]

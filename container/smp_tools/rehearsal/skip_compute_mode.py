@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from smp_records.script_lines import script_line
+from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import (
     ITEM,
@@ -335,7 +336,8 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
 def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return ``F.scaled_dot_product_attention`` with the memory of a GPU's kernel, which drops scores without keeping any.
 
-    The CPU has such a kernel only without dropout. With dropout, all scores are kept, ``[batch, heads, seq, seq]``.
+    The CPU has such a kernel only without dropout. With dropout, all scores are kept, ``[batch, heads, seq, seq]``. Ranks that
+    share sequences out compute dropped scores block by block on a GPU too, and keep none.
     """
 
     @functools.wraps(attention)
@@ -348,7 +350,8 @@ def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+        dropped = dropout_p if isinstance(query, ShardedSequence) else 0.0
+        return attention(query, key, value, attn_mask, dropped, *args, **kwargs)
 
     return fused
 

@@ -97,7 +97,13 @@ def _right(source: random.Random, number: int) -> Drawn:
         given["expert_parallel_degree"] = tensor
     if shards > 1 or source.random() < 0.1:
         given["sharded_data_parallel_degree"] = shards
-    if given.get("tensor_parallel_degree", 1) > 1 and (shards > 1 or source.random() < 0.5):
+    context = source.choice([*_divisors(replicas), 1, 1, 1, 1])
+    if context > 1:
+        given |= {"ddp": True, "context_parallel_degree": context}
+        if source.random() < 0.3:
+            given["context_parallel"] = source.choice(("auto", "ring", "all_gather", "all_to_all"))
+    is_shared = shards > 1 or context > 1
+    if given.get("tensor_parallel_degree", 1) > 1 and (is_shared or source.random() < 0.5):
         given["prescaled_batch"] = True
     for name, values in _OPTIONS.items():
         if source.random() < 0.12:
@@ -242,7 +248,14 @@ def _a_value(source: random.Random, case: Drawn) -> None:
 
 
 def _a_degree(source: random.Random, case: Drawn) -> None:
-    degree = source.choice(("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree"))
+    degree = source.choice(
+        (
+            "pipeline_parallel_degree",
+            "tensor_parallel_degree",
+            "sharded_data_parallel_degree",
+            "context_parallel_degree",
+        )
+    )
     case.parameters[degree] = source.choice((2, 3, 4, 5, 8, 16))
 
 

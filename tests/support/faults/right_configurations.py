@@ -49,6 +49,11 @@ RIGHT = [
             "instance_count": 4,
         },
     ),
+    Probe("sequences over four", smp(8, context_parallel_degree=4, context_parallel="ring", ddp=True)),
+    Probe(
+        "sequences, stages and layers",
+        smp(8, context_parallel_degree=2, partitions=2, tensor_parallel_degree=2, prescaled_batch=True, ddp=True),
+    ),
     Probe("pipeline with sharding", smp(8, partitions=2, sharded_data_parallel_degree=8, ddp=True)),
     Probe("pipeline with optimizer sharding", smp(8, partitions=2, shard_optimizer_state=True, ddp=True)),
     *(

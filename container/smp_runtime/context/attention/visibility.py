@@ -129,14 +129,14 @@ def by_mask(
     """
 
     def make() -> Visibility:
-        return _analyze(mask.tensor, queries, keys, member, group, bounds=bounds)
+        return analyze(mask.tensor, queries, keys, member, group, bounds=bounds)
 
     # The key holds the objects, so that no others get their identities.
     return mask.keep((queries, keys, member, group, bounds), make)
 
 
 @torch.no_grad()
-def _analyze(
+def analyze(
     mask: torch.Tensor,
     queries: HeldPositions,
     keys: HeldPositions,
@@ -145,6 +145,7 @@ def _analyze(
     *,
     bounds: KeyBounds | None,
 ) -> Visibility:
+    """Return what rows attend to under a mask, from its elements; every rank of the group calls it."""
     held = queries.held[member]
     segments = segments_of(held, bounds, tiled=True)
     flat = mask.detach().flatten(0, 1)  # [samples × heads, rows or 1, keys]
