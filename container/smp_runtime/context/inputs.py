@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +14,12 @@ from smp_runtime.context import (
 )
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
-from smp_runtime.context.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.context.travel import let_travel
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
@@ -161,9 +157,3 @@ def make_whole(results: Any) -> Any:
     return map_leaves(
         lambda leaf: leaf.whole("the step's output") if isinstance(leaf, ShardedSequence) else leaf, results
     )
-
-
-def share_sequences_out(ranks: Ranks, modules: Iterable[nn.Module]) -> None:
-    """Prepare a model's modules on this rank for slices of sequences; no effect without context parallelism."""
-    if SequenceInputs.of(ranks) is not None:
-        prepare(modules)

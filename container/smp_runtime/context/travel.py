@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from smp_runtime.context.layout import layout_of
 from smp_runtime.context.sequence import ShardedSequence
-from smp_runtime.pipeline.transport.packing import register_wrapper
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +20,12 @@ class _Here:
 
 
 def let_travel(group: ContextGroup) -> None:
-    """Let sequences travel between stages, whose ranks hold the same positions."""
+    """Let sequences that come from other stages be this group's."""
     _Here.group = group
-    register_wrapper(ShardedSequence, _take_apart)
 
 
-def _take_apart(sequence: ShardedSequence) -> tuple[Any, ...]:
+def take_apart(sequence: ShardedSequence) -> tuple[Any, ...]:
+    """Return what a message keeps of a sequence: a function and its arguments, the slice among them."""
     layout = sequence.sequence_layout
     return put_together, (sequence.local, sequence.dim_held, layout.key, layout.outer, layout.inner)
 

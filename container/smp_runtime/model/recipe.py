@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_runtime.activations import marking
-from smp_runtime.context.inputs import share_sequences_out
 from smp_runtime.microbatch_state import compiled_blocks
 from smp_runtime.model.placement import strategies
 from smp_runtime.module_conversion.replacing import distribute
@@ -53,7 +52,7 @@ def prepare_modules(parts: strategies.ModelParts) -> None:
     """Prepare the placed modules for their calls: a script's hook, its writes, slices, compiled blocks, late parameters."""
     parts.window.install_hook()
     parts.placed.watch_writes(parts.part)
-    share_sequences_out(parts.ranks, parts.part.modules())
+    strategies.share_sequences_out(parts)
     parts.part.compile(parts.ranks, parts.placed)
     # Modules are followed as they run, so after they were compiled.
     parts.placed.follow_calls(parts.part)

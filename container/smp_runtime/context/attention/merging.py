@@ -33,7 +33,9 @@ class PartialAttention:
     def empty(cls, q: torch.Tensor, width: int) -> PartialAttention:
         """Return the result over no keys."""
         dtype = computing_dtype(q.dtype)
-        out = q.new_zeros(*q.shape[:3], width, dtype=dtype)
+        batch, heads, rows = q.shape[:3]
+        # As PyTorch's operators lay it out: models join the heads of each row next, which needs no copy then.
+        out = q.new_zeros(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
         top = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=dtype)
         return cls(out, top, torch.zeros_like(top))
 

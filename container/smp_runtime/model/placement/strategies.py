@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_config.limits import effective_bucket_bytes
+from smp_runtime.context.inputs import SequenceInputs
+from smp_runtime.context.position_wise import prepare
+from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.context.travel import take_apart
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
 from smp_runtime.model.stages import create_late
 from smp_runtime.parameters.optimizer_shards import whole_shard
+from smp_runtime.pipeline.transport.packing import register_wrapper
 from smp_runtime.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
@@ -220,3 +225,11 @@ def scale_gradients(parts: ModelParts, roles: ParameterRoles) -> None:
     scales_loss = cfg.fp16 or cfg.microbatches > 1
     if scales_loss or has_shares:
         parts.backward.scale_gradients(roles.trained, shares)
+
+
+def share_sequences_out(parts: ModelParts) -> None:
+    """Prepare this rank's modules and its messages for slices of sequences; no effect without context parallelism."""
+    if SequenceInputs.of(parts.ranks) is None:
+        return
+    register_wrapper(ShardedSequence, take_apart)
+    prepare(parts.part.modules())
