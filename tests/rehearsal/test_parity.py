@@ -33,6 +33,29 @@ CASES = {
     ),
     "sharded of four": ({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, 4, ()),
     "checkpointing": ({"ddp": True}, 2, ("--checkpoint",)),
+    "context": ({"ddp": True, "context_parallel_degree": 2}, 2, ()),
+    "context by gathers": ({"ddp": True, "context_parallel_degree": 2, "context_parallel": "all_gather"}, 2, ()),
+    "context by heads": (
+        {"ddp": True, "context_parallel_degree": 2, "context_parallel": "all_to_all", "microbatches": 2},
+        2,
+        ("--checkpoint",),
+    ),
+    "context of four": ({"ddp": True, "context_parallel_degree": 4, "context_parallel": "ring", "bf16": True}, 4, ()),
+    "context sharded": (
+        {
+            "ddp": True,
+            "context_parallel_degree": 2,
+            "sharded_data_parallel_degree": 4,
+            "sdp_param_persistence_threshold": 0,
+        },
+        4,
+        ("--model", "llama"),
+    ),
+    "context pipeline": (
+        {"ddp": True, "context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4},
+        4,
+        (),
+    ),
     "microbatches": ({"ddp": True, "microbatches": 4}, 2, ()),
     "mlp": ({"ddp": True}, 2, ("--model", "mlp")),
     "cnn": ({"ddp": True, "shard_optimizer_state": True}, 2, ("--model", "cnn")),
@@ -154,6 +177,10 @@ def collectives(report):
     }
 
 
+def without_exchanges(counts):
+    return {key: count for key, count in counts.items() if key[2] != "send"}
+
+
 def links(report):
     return {(link.step, link.stage): (link.messages, link.tensor_bytes) for link in report.links}
 
@@ -163,6 +190,10 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
     parameters, ranks, words = CASES[name]
     kinds = rehearsed(tmp_path, parameters, ranks, words)
     stages = parameters.get("pipeline_parallel_degree", 1)
+    # Ranks that share sequences out wait for each other in each attention, so that none comes last to all sums of gradients: a
+    # bucket lives longer on all of them.
+    is_cut = "context_parallel_degree" in parameters
+    near = 0.06 if is_cut else 0.02
     assert len(kinds) == stages
     reports = real(tmp_path, parameters, ranks, words)
     for kind in kinds:
@@ -171,20 +202,25 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
         assert kind.parameters == max(report.parameters for report in peers)
         # What a collective is given lives until the slowest rank has come to it; that one waits for nobody.
         if stages == 1:
-            assert kind.peak_bytes == pytest.approx(min(report.peak_bytes for report in peers), rel=0.02)
+            assert kind.peak_bytes == pytest.approx(min(report.peak_bytes for report in peers), rel=near)
     for report in reports:
         kind = kinds[report.stage]
-        assert collectives(kind) == collectives(report)
+        counted, here = collectives(kind), collectives(report)
+        # Of more than two ranks that share causal sequences out, the first receives most, and stands for the slowest.
+        if parameters.get("context_parallel_degree", 1) > 2 and report.rank != kind.rank:
+            assert all(here[key][1] <= counted[key][1] for key in here)
+            counted, here = without_exchanges(counted), without_exchanges(here)
+        assert counted == here
         assert links(kind) == links(report)
         padding = 0.001 if "sharded_data_parallel_degree" in parameters else 0.0
         assert report.parameters == pytest.approx(kind.parameters, rel=padding, abs=0)
         assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
         if stages == 1:  # else only some ranks trace the model in it, and no order is planned
-            assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
+            assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=near)
         # Two ranks of one stage of a job differ by 3.0 % themselves: tensors that came early, or are kept until a microbatch is
         # known to be over, follow messages and not the order. What a collective is given lives until the slowest rank has come
         # to it: of a tensor parallel head's backward pass up to 3.2 %, in one run of ten.
         varies = 1 < stages < ranks or "--tensor" in words
-        assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.04 if varies else 0.02)
+        assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=max(near, 0.04) if varies else near)
         assert kind.host_peak_bytes == report.host_peak_bytes
         assert bool(links(report)) == (stages > 1)
