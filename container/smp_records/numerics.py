@@ -50,6 +50,8 @@ PHASES = (WEIGHT, BUFFER, INPUT, OUTPUT, LOSS, OUTPUT_GRADIENT, LOSS_SCALE, GRAD
 
 #: Axes of the degrees of a job.
 _AXES = {"pp", "tp", "rdp", "sharded"}
+#: Only of jobs whose ranks share sequences out.
+_MORE_AXES = {"cp"}
 #: Of a tensor, and of steps.
 _MOST_ELEMENTS = 2**62
 
@@ -104,7 +106,7 @@ class Head:
     numerics: int  # version of the format
     rank: int
     world: int
-    degrees: dict[str, int]  # by axis: pp, tp, rdp, sharded
+    degrees: dict[str, int]  # by axis: pp, tp, rdp, sharded, and cp if it is above 1
     place: dict[str, int]  # this rank's coordinates on pp, tp, rdp
     microbatches: int
     owners: int  # ranks that read different batches
@@ -425,7 +427,8 @@ def _head(content: Mapping[str, Any], name: str) -> Head:
     numbers = (head.rank, head.world, head.microbatches, head.owners, *head.degrees.values(), *head.place.values())
     if not all(_is_count(number, MOST_RANKS) for number in numbers) or not head.rank < head.world:
         raise ValueError(f"rank {head.rank} of {head.world}")
-    if set(head.degrees) != _AXES or not isinstance(head.rounding, float | int):
+    has_axes = set(head.degrees) >= _AXES and set(head.degrees) <= _AXES | _MORE_AXES
+    if not has_axes or not isinstance(head.rounding, float | int):
         raise ValueError("other degrees than " + ", ".join(sorted(_AXES)))
     return head
 

@@ -84,7 +84,9 @@ class Verification:
         wanted = ModelParallelParameters.from_mp_parameters(dict(given))
         least = wanted.pipeline_parallel_degree * wanted.tensor_parallel_degree
         if processes is None:
-            processes = least * max(wanted.sharded_data_parallel_degree, 2 if wanted.ddp else 1)
+            # Both degrees divide the ranks with the same parameters.
+            replicas = math.lcm(wanted.sharded_data_parallel_degree, wanted.context_parallel_degree)
+            processes = least * max(replicas, 2 if wanted.ddp else 1)
         wanted.topology(processes)
         sent = wanted.to_mp_parameters()
         notes = [NO_DROPOUT]

@@ -21,6 +21,7 @@ SDP = {
     "sdp_param_persistence_threshold": 0,
     "sdp_gradient_clipping": 1e9,
 }
+CP = {"ddp": True, "context_parallel_degree": 2}
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 
 #: By name: number of ranks, parameters, and those that a reshape changes after the first update.
@@ -34,6 +35,12 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fast_mode false": (2, {**PP, "fast_mode": False}, {}),
     "offloaded pp": (2, {**PP, "offload_activations": True}, {}),
     "offloaded sdp": (2, {**SDP, "offload_activations": True}, {}),
+    "cp": (2, CP, {}),
+    "cp, dp": (4, CP, {}),
+    "cp, sdp": (2, {**CP, **SDP}, {}),
+    "cp, pp": (4, {**PP_DP, **CP}, {}),
+    "cp, then dp": (2, CP, {"context_parallel_degree": 1}),
+    "dp, then cp": (2, {"ddp": True}, CP),
     "pp dp, then sdp": (4, PP_DP, {"pipeline_parallel_degree": 1, **SDP}),
     "dp, then pp": (2, {"ddp": True}, PP),
     "dp, then tp": (2, {"ddp": True}, {"tensor_parallel_degree": 2}),
@@ -72,7 +79,7 @@ GUARDS = {"SMP_NUMERICS_GUARDS": "finite,spike=50,replicas=1"}
 
 
 @pytest.mark.parametrize(
-    "name", sampled(FEATURES, ["zero bubble", "virtual stages, dp", "pp dp, then sdp", "dp, then tp"])
+    "name", sampled(FEATURES, ["zero bubble", "cp, dp", "virtual stages, dp", "pp dp, then sdp", "dp, then tp"])
 )
 def test_a_recorded_training_is_the_same_and_equal_to_one_process(
     ranks: Callable[..., list[Any]], tmp_path: Path, name: str

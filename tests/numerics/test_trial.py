@@ -107,6 +107,8 @@ def test_what_is_run() -> None:
     assert Verification.plan("a.py", (), processes, None, 1, 0, Path("f")).wanted.processes == 8
     assert Verification.plan("a.py", (), processes, 4, 1, 0, Path("f")).wanted.processes == 4
     assert Verification.plan("a.py", (), {"partitions": 2}, None, 1, 0, Path("f")).wanted.processes == 2
+    both = {"ddp": True, "sharded_data_parallel_degree": 4, "context_parallel_degree": 6}
+    assert Verification.plan("a.py", (), both, None, 1, 0, Path("f")).wanted.processes == 12
     with pytest.raises(ConfigError):
         Verification.plan("a.py", (), processes, 3, 1, 0, Path("f"))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from smp_config import Group
 from smp_records.numerics import INPUT, NUMBERS_OF_CALL, OUTPUT, OUTPUT_GRADIENT
+from smp_runtime.context.exchange import ContextGroup
+from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.block_entry import entry_of
 from smp_runtime.tensors.lazy_tensor import LazyTensor
@@ -21,8 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from smp_runtime.job.ranks import Ranks
+
 #: Takes a tensor, and what to multiply it with.
 Take = Callable[[ValueOwner, torch.Tensor, float], None]
+
+#: Makes the gradient of a tensor of one rank's part of it.
+_OfAll = Callable[[torch.Tensor], torch.Tensor]
 
 #: Tensors of one result that are looked at.
 _MOST_TENSORS = 4
@@ -136,12 +143,31 @@ class ModuleWatch:
             if not again:
                 self._take(ValueOwner(OUTPUT, name, number, microbatch, owner), tensor, 1.0)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(_gradient_hook(self, ValueOwner(OUTPUT_GRADIENT, name, number, microbatch, owner)))
+                place = ValueOwner(OUTPUT_GRADIENT, name, number, microbatch, owner)
+                tensor.register_hook(_gradient_hook(self, place, self._sum_of(tensor)))
 
-    def came(self, place: ValueOwner, gradient: torch.Tensor) -> None:
-        """Report the gradient of a result."""
-        if self._listens():
+    def came(self, place: ValueOwner, gradient: torch.Tensor, of_all: _OfAll | None) -> None:
+        """Report the gradient of a result.
+
+        Args:
+            of_all: turns this rank's part of it into that of all ranks that share sequences out.
+        """
+        if not self._listens():
+            return
+        if of_all is None:
             self._take(place, gradient, self._factor())
+        else:  # each of them has computed the loss of all
+            self._take(place, of_all(gradient), self._factor() / self._ranks.size(Group.CONTEXT))
+
+    def _sum_of(self, result: torch.Tensor) -> _OfAll | None:
+        """Return what makes a result's gradient of its gradient on this rank; None if that is it."""
+        if self._ranks.size(Group.CONTEXT) == 1:
+            return None
+        if isinstance(result, ShardedSequence):
+            # Not the sequence itself: the garbage collector cannot follow tensor → hook references.
+            held, layout, group = result.dim_held, result.sequence_layout, result.group
+            return lambda gradient: ShardedSequence(gradient, held, layout, group)
+        return ContextGroup.of(cast("Ranks", self._ranks)).add_up
 
     def hear(self, handle: Callable[..., None], *what: Any) -> None:
         """Call one of the methods above, and report what it raises."""
@@ -208,11 +234,11 @@ def _entering_hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
     return entered
 
 
-def _gradient_hook(watch: ModuleWatch, place: ValueOwner) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(watch: ModuleWatch, place: ValueOwner, of_all: _OfAll | None) -> Callable[[torch.Tensor], None]:
     weak = weakref.ref(watch)
 
     def came(gradient: torch.Tensor) -> None:
         if (found := weak()) is not None:
-            found.hear(found.came, place, gradient)
+            found.hear(found.came, place, gradient, of_all)
 
     return came

@@ -311,11 +311,16 @@ def _head(ranks: Ranks, every: int, environ: Mapping[str, str], former: Head | N
     """Return the description of this rank; ``former`` is its description at the degrees before."""
     coarse = ranks.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     groups = {"pp": Group.PP, "tp": Group.TP, "rdp": Group.RDP}
+    context = {"cp": ranks.size(Group.CONTEXT)} if ranks.size(Group.CONTEXT) > 1 else {}
     return Head(
         numerics=FORMAT_VERSION,
         rank=ranks.rank,
         world=ranks.size(Group.WORLD),
-        degrees={**{name: ranks.size(group) for name, group in groups.items()}, "sharded": ranks.size(Group.SHARD)},
+        degrees={
+            **{name: ranks.size(group) for name, group in groups.items()},
+            "sharded": ranks.size(Group.SHARD),
+            **context,
+        },
         place={name: ranks.rank_in(group) for name, group in groups.items()},
         microbatches=ranks.cfg.microbatches,
         owners=owners_of(ranks),
