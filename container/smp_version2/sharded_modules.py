@@ -32,10 +32,15 @@ _numbers = itertools.count()
 
 def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
     """Give FSDP the groups and the strategy of the parameters, where a script gives none; return the function that ends it."""
-    ends = [_install_wrapper(parameters, ranks), _install_mesh(parameters, ranks), whole_state.install(ranks.device)]
+    ends = [
+        _install_wrapper(parameters, ranks),
+        _install_mesh(parameters, ranks),
+        _install_fresh_casts(),
+        whole_state.install(ranks.device),
+    ]
 
     def end() -> None:
-        for each in ends:
+        for each in reversed(ends):  # two of them replace the same function
             each()
 
     return end
@@ -170,6 +175,38 @@ def _install_mesh(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], 
         function.__kwdefaults__ = defaults
 
     return end
+
+
+def _install_fresh_casts() -> Callable[[], None]:
+    """Let units of ``fully_shard`` cast their weights in each call of the model; return the function that ends it.
+
+    ``autocast`` keeps a weight's copy in half precision until its context ends. A second call of the model inside would use the
+    copy of the first one, and autograd runs backward of older operations last: the gradient would arrive when the unit has averaged
+    its gradients and freed the weight. In plain PyTorch it is lost.
+    """
+    cell = shards.find_cell()
+    if cell is None:
+        return lambda: None
+    former = cell.cell_contents
+
+    @functools.wraps(former)
+    def shard(module: Any, *args: Any, **given: Any) -> Any:
+        made = former(module, *args, **given)
+        for each in module if isinstance(module, (list, tuple)) else [module]:
+            each.register_forward_pre_hook(_drop_casts, prepend=True)
+        return made
+
+    cell.cell_contents = shard
+
+    def end() -> None:
+        cell.cell_contents = former
+
+    return end
+
+
+def _drop_casts(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        torch.clear_autocast_cache()
 
 
 def make_mesh(ranks: Ranks, *, of_experts: bool = False) -> DeviceMesh:

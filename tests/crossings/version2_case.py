@@ -83,7 +83,8 @@ _DRAWN_LATE = ("perceptron", "skips", "recurrent", "gpt2", "llama", "vit", "mixt
 _MIXTURES = ("listed", "tabled", "mixtral")
 #: Optimizers that are well conditioned where gradients are rounded.
 _ROUNDABLE = ("sgd", "momentum")
-_CHANGING = ("images", "averaging")
+#: Models whose forward pass changes buffers.
+_CHANGING = ("images", "averaging", "normed")
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,11 @@ def _fit_model(case: Version2Case) -> dict[str, Any]:
     net, values = VERSION2_NETS[case.net], dict[str, Any]()
     if case.net in ("listed", "tabled") and case.is_rounded:  # other experts are chosen
         values["precision"] = "float32"
+    if case.precision == "bf16" and case.net in (
+        "images",
+        "normed",
+    ):  # kernels refuse float32 buffers beside such weights
+        values["precision"] = "autocast"
     if values.get("precision", case.precision) in ("autocast", "bf16") and case.optimizer not in _ROUNDABLE:
         values["optimizer"] = "momentum"
     if case.delayed == "meta" and case.net not in _DRAWN_LATE:
@@ -260,7 +266,8 @@ def _fit_model(case: Version2Case) -> dict[str, Any]:
 
 def _fit_recomputation(case: Version2Case) -> dict[str, Any]:
     """Return plain values in place of what PyTorch itself cannot do."""
-    if case.checkpointing != "none" and case.net in _CHANGING:  # forward runs twice, and changes buffers twice
+    takes_back = case.checkpointing == "offload" and case.own_offloading  # what the second forward pass writes
+    if case.checkpointing != "none" and case.net in _CHANGING and not takes_back:  # it changes buffers twice
         return {"checkpointing": "none"}
     # Blocks do not train if their inputs need no gradients, and units of FSDP fail in backward after two passes.
     has_gradients = not case.begins_frozen and case.net not in ("adapters", "recurrent", "nested")

@@ -69,6 +69,37 @@ def test_a_second_job_of_a_process_has_groups_of_its_own(ranks: Any) -> None:
     assert ranks(_find_sizes, 2, {"tensor_parallel_degree": 2}, init=False) == [[1, 1], [1, 1]]
 
 
+def _train_in_half_precision(uses: str) -> tuple[float, float]:
+    """Return the norms of gradients with and without ``fully_shard``, of a model that autocast calls twice."""
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import fully_shard
+
+    norms = []
+    for shards in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+        tsm.init({"hybrid_shard_degree": 2})
+        for unit in (*model, model) if shards else ():
+            fully_shard(unit)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.set_grad_enabled(uses == "both"):
+                first = model(torch.ones(2, 4))
+            loss = model(torch.ones(2, 4)).square().sum() + first.sum()
+        loss.backward()
+        found: list[Any] = [p.grad for p in model.parameters()]
+        whole = [each.full_tensor() if shards else each for each in found if each is not None]
+        tsm.shutdown()
+        norms.append(float(torch.stack([each.norm() for each in whole]).norm()))
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("uses", ["both", "one"])
+def test_fully_shard_trains_a_model_that_autocast_calls_twice(ranks: Any, uses: str) -> None:
+    """In plain PyTorch the copies of the first call's weights take the gradients of the second, too late."""
+    for sharded, whole in ranks(_train_in_half_precision, 2, uses, init=False):
+        assert sharded == pytest.approx(whole, rel=1e-2)
+
+
 class _MostlyFrozen(torch.nn.Module):
     """The second rank's shard has frozen elements only."""
 

@@ -135,10 +135,10 @@ def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
     Args:
         mesh: of those ranks.
     """
-    inner = inspect.unwrap(fully_shard)
-    cells = [cell for cell in getattr(fully_shard, "__closure__", None) or () if cell.cell_contents is inner]
-    if ranks.size(Group.EP) == 1 or not cells:
+    cell = find_cell()
+    if ranks.size(Group.EP) == 1 or cell is None:
         return lambda: None
+    inner = cell.cell_contents
 
     @functools.wraps(inner)
     def shard(module: Any, **given: Any) -> Any:
@@ -153,12 +153,21 @@ def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
         # A unit of experts alone: no one else has its parameters.
         return inner(module, **({**given, "mesh": mesh} if set(experts) >= set(outermost) else given))
 
-    cells[0].cell_contents = shard
+    cell.cell_contents = shard
 
     def end() -> None:
-        cells[0].cell_contents = inner
+        cell.cell_contents = inner
 
     return end
+
+
+def find_cell() -> Any:
+    """Return the place of the function inside ``fully_shard``'s decorator; None if a release has no such place."""
+    inner = inspect.unwrap(fully_shard)
+    for cell in getattr(fully_shard, "__closure__", None) or ():
+        if inspect.unwrap(cell.cell_contents) is inner:
+            return cell
+    return None
 
 
 def _put_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, experts: SharedExperts) -> None:
