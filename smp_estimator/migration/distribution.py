@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from smp_config.parameters import KEYS
 from smp_estimator.migration.source import call, is_literal, literal_value
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from smp_estimator.migration.values import Values
 
 
-#: Parameters that only version 2 of the library has, and how SDK v3 takes its parameters.
+#: Parameters that only version 2 of the original has, and how SDK v3 takes its parameters.
 _ONLY_VERSION_2 = {
     "hybrid_shard_degree",
     "sm_activation_offloading",
@@ -61,8 +62,9 @@ def strategy_of(node: ast.AST | None, values: Values) -> str:
 def _model_parallel_strategy(parts: dict[str, ast.expr], libraries: dict[str, ast.expr], values: Values) -> str:
     model = _items(values.resolve(libraries.get("modelparallel"))) or {}
     parameters = _items(values.resolve(model.get("parameters"))) or {}
-    # Version 2 is started by torchrun, version 1 by mpirun; some parameters exist in version 2 only.
-    is_version_2 = _is_part_on(parts, "torch_distributed", values) or _ONLY_VERSION_2 & parameters.keys()
+    # Version 2 is started by torchrun, version 1 by mpirun, where this library's version 1 has more parameters than the original's.
+    of_version_2 = _ONLY_VERSION_2 - KEYS if _is_part_on(parts, "mpi", values) else _ONLY_VERSION_2
+    is_version_2 = _is_part_on(parts, "torch_distributed", values) or of_version_2 & parameters.keys()
     return "modelparallel 2" if is_version_2 else "modelparallel"
 
 

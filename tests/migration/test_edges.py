@@ -125,3 +125,12 @@ def test_lines_of_the_kernel() -> None:
     assert after[0].startswith(MARK)
     assert len(notes[0]) == 1
     assert not notes[1]
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "torch_distributed"])
+def test_the_launcher_says_whose_a_parameter_of_both_versions_is(launcher: str) -> None:
+    parameters = '{"enabled": True, "parameters": {"context_parallel_degree": 2, "ddp": True}}'
+    distribution = f'{{"smdistributed": {{"modelparallel": {parameters}}}, "{launcher}": {{"enabled": True}}}}'
+    code, _ = migrated(f"from sagemaker.pytorch import PyTorch\nx = {CALL}, distribution={distribution})\n")
+    assert ("SMP(context_parallel_degree=2" in code) == (launcher == "torch_distributed")
+    assert '"context_parallel_degree": 2' in code or launcher == "torch_distributed"
