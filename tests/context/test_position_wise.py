@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.ranks.context_threads import cut, run_context, whole_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from smp_runtime.context import functions
 from smp_runtime.context.position_wise import prepare
@@ -84,12 +85,39 @@ class OfFunction(nn.Module):
         return self.function.apply(x, *self.more)
 
 
+class Recomputed(nn.Module):
+    """A block that runs again in backward, in PyTorch's older way or its newer one; attention inside sees all positions."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.scale = reentrant, nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.attend, x, 2.0, use_reentrant=self.reentrant)
+
+    def attend(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        x = self.scale(x)
+        return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None] * factor, is_causal=True)[
+            :, 0
+        ]
+
+
 CASES = {
+    "recomputed with re-entry": (lambda: Recomputed(True), True),
+    "recomputed without": (lambda: Recomputed(False), True),
     "experts": (TinyExperts, True),
     "experts with capacity": (ExpertsWithCapacity, False),
     "function": (lambda: OfFunction(Scale, 3.0), True),
     "function of the largest": (lambda: OfFunction(ScaleByLargest), False),
 }
+
+
+def test_too_few_positions_prove_nothing():
+    net = Net(OfFunction(ScaleByLargest)).double()
+    x = torch.randn(B, 6, D, dtype=torch.float64)
+    expected = net(x).detach()
+    for out in run_context(2, lambda group: whole_of(net(cut(x, group))).detach()):
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)

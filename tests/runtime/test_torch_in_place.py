@@ -211,6 +211,39 @@ def _(_):
     assert total is norm  # what is written there is what the caller gets
 
 
+@of(*(f"torch.ops.aten.{name}" for name in ("_fused_sdp_choice", *door._ATTENTION)))
+def _(request):
+    name = request.node.callspec.params["name"].rpartition(".")[2]
+    found = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
+    head = ["query", "key", "value"]
+    if not name.endswith("_backward"):
+        assert found[:3] == head
+        return
+    assert found[0].startswith("grad_out")
+    place = found.index("out")
+    assert found[1:4] == head
+    assert found[place : place + 2] == ["out", "logsumexp"]
+    assert {"is_causal", "scale", "dropout_p"} <= set(found)
+
+
+@of("torch.utils.checkpoint._CheckpointFrame")
+def _(_):
+    frame = torch.utils.checkpoint._CheckpointFrame
+    if not hasattr(frame, "save_inputs"):  # of before: a function keeps them, which sequences refuse by name
+        assert issubclass(torch.utils.checkpoint._NoopSaveInputs, torch.autograd.Function)
+        return
+    kept, originals = [], (frame.save_inputs, frame.get_inputs)
+    frame.save_inputs = lambda self, *args: kept.append(args) or originals[0](self, *args)
+    frame.get_inputs = lambda self: [(value.detach() * 2).requires_grad_() for value in originals[1](self)]
+    try:
+        one = torch.ones(1, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(torch.square, one, use_reentrant=False).backward()
+    finally:
+        frame.save_inputs, frame.get_inputs = originals
+    assert kept[0][-1] is one
+    assert float(one.grad) == 4.0  # of the value that the method has returned
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -65,23 +65,25 @@ class PositionWise:
         return wrap_positions(result, first)
 
     def _agree(self, group: ContextGroup, args: Any, kwargs: Any) -> bool:
-        """Return whether the proof succeeds on all ranks of the group."""
+        """Return whether the proof succeeds on the ranks of the group that have enough positions for one; on one at least."""
         first = sequences_in((args, kwargs))[0]
         state = RandomState.of_now(first.device)
         try:
-            is_proven = self._prove(first, args, kwargs)
+            verdict = self._prove(first, args, kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError):  # it cannot run on some positions
-            is_proven = False
+            verdict = False
         finally:
             state.restore()
-        verdict = torch.tensor([float(is_proven)], device=first.device)
-        return bool(group.add_up(verdict) == group.size)
+        votes = torch.tensor([float(verdict is True), float(verdict is False)], device=first.device)
+        proven, refuted = group.add_up(votes).tolist()
+        return bool(proven and not refuted)
 
     @torch.no_grad()
-    def _prove(self, first: ShardedSequence, args: Any, kwargs: Any) -> bool:
+    def _prove(self, first: ShardedSequence, args: Any, kwargs: Any) -> bool | None:
+        """Return whether positions are independent of each other; None if there are too few to say."""
         count = min(_SAMPLE, len(first.sequence_layout.positions[first.group.rank]))
-        if count < _FEWEST:  # nothing to compare; other ranks may have more
-            return True
+        if count < _FEWEST:
+            return None
         sample = _map_sequences(lambda one: _take_sample(one, count), (args, kwargs))
         every = self._run_on(sample, None)
         # What depends on all positions, as on the largest number, shows in one of two halves at the latest.
