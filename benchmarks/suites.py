@@ -54,6 +54,23 @@ SUITES = (
         python=".venv-clients-5/bin/python",
     ),
     Suite(
+        "context-parallel",
+        "Context parallelism",
+        "strategies/context_parallel.py",
+        ("--rounds", "8"),
+        ("--case", "2 ring", "--rounds", "3", "--tokens", "512"),
+        (
+            *TURNS,
+            Column("peer's bytes ÷ bound", "{peer_bytes_over_bound:.3f}"),
+            Column(
+                "kept for backward ÷ 1/c of one process (ours, peer)",
+                "{kept_over_share:.3f}, {peer_kept_over_share:.3f}",
+            ),
+            Column("loss − one process's (ours, peer)", "{loss_difference:.0e}, {peer_loss_difference:.0e}"),
+        ),
+        {},
+    ),
+    Suite(
         "pipeline",
         "Pipeline parallelism",
         "strategies/pipeline.py",
