@@ -189,18 +189,18 @@ class Version2State:
 
     @property
     def cp_size(self) -> int:
-        """Return 1: each rank has whole sequences."""
+        """Return the number of ranks that share each sequence out."""
         return int(self.context_parallel_degree)
 
     @property
     def cp_rank(self) -> int:
-        """Return 0: each rank has whole sequences."""
-        return 0
+        """Return the position among the ranks that share a sequence out."""
+        return self.joined.rank_in(Group.CONTEXT) if self.cp_size > 1 else 0
 
     @property
     def cp_process_group(self) -> dist.ProcessGroup | None:
-        """Return None: each rank has whole sequences."""
-        return None
+        """Return the ranks that share a sequence out."""
+        return self.joined.process_group(Group.CONTEXT) if self.cp_size > 1 else None
 
     # -- sharding --------------------------------------------------------------------------------------------------
 

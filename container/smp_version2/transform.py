@@ -13,7 +13,9 @@ from torch import nn
 from smp_config import Group
 from smp_config.errors import kind_of
 from smp_runtime.comm.collectives import broadcast_tensors
+from smp_runtime.context.own_slices import run_on_slices
 from smp_runtime.errors import SMPUserError
+from smp_runtime.fp8.autocast import running_layers
 from smp_runtime.model.recipe import apply_tensor_parallelism
 from smp_runtime.module_conversion.scopes import mark_in_place
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 #: Ways to exchange keys and values of a split sequence.
-CP_COMM_TYPES = ("p2p", "all_gather")
+CP_COMM_TYPES = {"p2p": "ring", "all_gather": "all_gather"}
 
 
 def transform(
@@ -79,7 +81,21 @@ def transform(
     if device is not None or dtype is not None:
         model = model.to(device=device, dtype=dtype)
     adopt_layers(model)
+    if state.cp_size > 1:
+        run_on_slices(model, ranks, CP_COMM_TYPES[cp_comm_type])
+        model.register_forward_pre_hook(_refuse_eight_bits)
     return model
+
+
+def _refuse_eight_bits(module: nn.Module, args: Any) -> None:
+    """Raise an error inside ``fp8_autocast``: ranks would scale their slices of a sequence differently."""
+    layers = running_layers()
+    if layers is not None and layers.open_window is not None:
+        raise SMPUserError(
+            f"the model was called inside fp8_autocast, and context_parallel_degree is {state.cp_size}, which do not go together: "
+            "remove one of the two",
+            code="SMP321",
+        )
 
 
 def _check_config(config: Any) -> None:

@@ -148,3 +148,58 @@ def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
         assert not any(isinstance(module, MoELayer) for module in model.modules())
     finally:
         tsm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "world", "shards_by", "comm_type", "by_model"),
+    [
+        (make_llama, {"hybrid_shard_degree": 2}, 2, "wrapper", "p2p", False),
+        (make_llama, {"hybrid_shard_degree": 2}, 2, "function", "all_gather", False),
+        (make_neox, {"hybrid_shard_degree": 2}, 4, "wrapper", "all_gather", True),
+        pytest.param(
+            make_llama, {"tensor_parallel_degree": 2}, 4, "wrapper", "p2p", False, marks=pytest.mark.full, id="tensor"
+        ),
+    ],
+)
+def test_slices_of_a_script_train_as_whole_sequences(
+    ranks: Any, make: Any, config: dict[str, Any], world: int, shards_by: str, comm_type: str, by_model: bool
+) -> None:
+    from support.training.version2_training import train_on_slices
+
+    config = {**config, "context_parallel_degree": 2}
+    limit = 1e-4 if by_model else 1e-9  # Transformers computes losses in float32
+    for found in ranks(train_on_slices, world, config, make, shards_by, comm_type, by_model, init=False, timeout=120):
+        assert max(map(abs, found["losses"])) < limit
+        assert max(found["apart"].values()) < limit
+        assert found["method"] == {"p2p": "ring", "all_gather": "all_gather"}[comm_type]
+        if not by_model:  # Transformers shifts labels
+            assert found["gathered"] == {}
+
+
+def _call_with(shapes: list[list[int]], eight_bits: bool) -> str:
+    import torch.sagemaker as tsm
+
+    from smp_runtime.fp8.autocast import fp8_autocast
+
+    tsm.init({"context_parallel_degree": 2})
+    model = tsm.transform(make_llama())
+    names = ("input_ids", "position_ids", "attention_mask")
+    given = {name: torch.ones(shape, dtype=torch.long) for name, shape in zip(names, shapes, strict=False)}
+    try:
+        with fp8_autocast(enabled=eight_bits):
+            model(**given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shapes", [[[2, 5]], [[2, 6], [2, 12]], [[2, 6], [2, 6], [2, 1, 6, 12]], []])
+def test_tensors_that_are_no_slices_are_refused(ranks: Any, shapes: list[list[int]]) -> None:
+    for said in ranks(_call_with, 2, shapes, False, init=False):
+        assert all(str(shape) in said for shape in shapes)
+        assert "context_parallel_degree is 2" in said
+
+
+def test_eight_bits_are_refused_on_slices(ranks: Any) -> None:
+    assert all("fp8_autocast" in said for said in ranks(_call_with, 2, [[2, 6]], True, init=False))
+    assert ranks(_call_with, 2, [[2, 6]], False, init=False) == ["", ""]

@@ -75,7 +75,7 @@ class Version2Parameters(BaseModel):
     )
     tensor_parallel_degree: Whole = Field(1, ge=1, description="Processes that share each layer; needs tsm.transform.")
     context_parallel_degree: Whole = Field(
-        1, ge=1, description="Processes that share each sequence; not supported above 1."
+        1, ge=1, description="Processes that share each sequence out, which the script cuts; needs tsm.transform."
     )
     expert_parallel_degree: Whole = Field(
         1, ge=1, description="Processes that share the experts of a mixture out; needs tsm.transform."
@@ -153,11 +153,16 @@ class Version2Parameters(BaseModel):
 
     @model_validator(mode="after")
     def _context(self) -> Version2Parameters:
-        if self.context_parallel_degree > 1:
-            raise ValueError(
-                f"context_parallel_degree is {self.context_parallel_degree}, and this library has no context parallelism: set it "
-                "to 1, and save memory with activation checkpointing or a higher hybrid_shard_degree"
-            )
+        beside = {
+            f"expert_parallel_degree is {self.expert_parallel_degree}": self.expert_parallel_degree > 1,
+            "fp8 is true": self.fp8,
+        }
+        for what, is_so in beside.items() if self.context_parallel_degree > 1 else ():
+            if is_so:
+                raise ValueError(
+                    f"context_parallel_degree is {self.context_parallel_degree} and {what}, which do not go together: remove "
+                    "one of them"
+                )
         return self
 
     def to_mp_parameters(self) -> dict[str, Any]:
@@ -187,6 +192,7 @@ class Version2Parameters(BaseModel):
             tensor=self.tensor_parallel_degree,
             shard=self.shard_degree(world_size),
             expert=self.expert_parallel_degree,
+            context=self.context_parallel_degree,
         )
 
     def warnings(self) -> list[str]:

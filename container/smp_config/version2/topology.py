@@ -6,7 +6,7 @@ from smp_config.errors import ConfigError
 from smp_config.topology import Topology
 
 
-def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1) -> Topology:
+def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1, context: int = 1) -> Topology:
     """Lay the ranks out: tensor parallel ranks are neighbors, then come expert parallel and sharding ranks.
 
     Args:
@@ -39,7 +39,13 @@ def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1) -> Top
             f"{_divisors(replicas)}, or 0",
             code="SMP102",
         )
-    return Topology(world_size, tensor=tensor, sharded=max(1, shard), expert=expert)
+    if replicas % context:
+        raise ConfigError(
+            f"context_parallel_degree is {context}, and {there_are}, which cannot be divided into groups of {context} × "
+            f"tensor_parallel_degree {tensor}: use one of {_divisors(replicas)}",
+            code="SMP102",
+        )
+    return Topology(world_size, tensor=tensor, sharded=max(1, shard), expert=expert, context=context)
 
 
 def _divisors(number: int) -> str:

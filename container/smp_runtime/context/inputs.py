@@ -28,7 +28,7 @@ logger = logging.getLogger("smp")
 _COMPARED_FIRST, _COMPARED_EVERY = 16, 16
 
 #: Words in the names of arguments that stay whole: attention reads all of them, and what they are added to cuts the rest.
-_WHOLE = ("mask", "position")
+WHOLE = ("mask", "position")
 
 
 class SequenceInputs:
@@ -62,10 +62,15 @@ class SequenceInputs:
         self._compare(args, kwargs)
         cut_args = tuple(map_leaves(self._cut_tensor, value) for value in args)
         cut_kwargs = {
-            name: value if any(word in name for word in _WHOLE) else map_leaves(self._cut_tensor, value)
+            name: value if any(word in name for word in WHOLE) else map_leaves(self._cut_tensor, value)
             for name, value in kwargs.items()
         }
         return cut_args, cut_kwargs
+
+    def agree(self, length: int) -> None:
+        """Check that the group's ranks hold slices of sequences of one length, and let their random numbers be the same."""
+        self._report()
+        self._compare((torch.tensor([length]),), {})
 
     def _cut_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedSequence):

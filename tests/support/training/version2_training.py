@@ -158,3 +158,81 @@ def _compare_saved(model: nn.Module, whole: nn.Module) -> dict[str, float]:
 def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     # Parameters without influence, such as biases of keys, move by rounding alone.
     return float((mine - wanted).abs().max() / max(float(wanted.abs().max()), 1e-2))
+
+
+def cut_zigzag(batch: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a batch, as scripts for version 2 cut it."""
+    import torch.sagemaker as tsm
+
+    size, rank = tsm.state.cp_size, tsm.state.cp_rank
+    chunks = batch.chunk(2 * size, 1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], 1)
+
+
+def _next_word_loss(
+    model: nn.Module, ids: torch.Tensor, *, by_model: bool, cut: Any = lambda batch: batch
+) -> torch.Tensor:
+    """Return the mean loss of the tokens that ``cut`` returns: of the script, or of the model, of samples with padding."""
+    if not by_model:
+        logits = model(input_ids=cut(ids), use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), cut(ids.roll(-1, 1)).flatten())
+    held = torch.ones_like(ids)
+    held[::BATCH, -3:] = 0
+    given = {"input_ids": ids, "attention_mask": held, "labels": ids.masked_fill(held == 0, -100)}
+    return model(**{name: cut(value) for name, value in given.items()}, use_cache=False).loss
+
+
+def train_on_slices(
+    config: dict[str, Any], make: Any, shards_by: str, comm_type: str, by_model: bool
+) -> dict[str, Any]:
+    """Train on this rank's slices beside a copy in one process.
+
+    Args:
+        comm_type: of ``tsm.transform``.
+        by_model: the model computes the loss, of labels that it shifts.
+
+    Returns:
+        The means of the losses over all ranks less those of one process, and as of :func:`train_split` the parameters' distance.
+    """
+    import torch.distributed as dist
+    import torch.sagemaker as tsm
+
+    import torch_sagemaker_finder  # noqa: F401
+    from smp_version2.split_parameters import find_slices
+
+    torch.manual_seed(0)
+    tsm.init(config)
+    model = make().double()
+    whole = copy.deepcopy(model)
+    split = tsm.transform(model, cp_comm_type=comm_type)
+    found = find_slices(split)
+    slices = {name: found.get(parameter) for name, parameter in split.named_parameters()}
+    wrapped = _wrap(split) if shards_by == "wrapper" else _shard(split)
+    if shards_by == "wrapper":
+        _checkpoint(wrapped)
+    state = tsm.state
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (wrapped, whole)]
+    shared = state.tp_size * state.cp_size
+    replicas, mine = state.world_size // shared, state.rank // shared
+    losses = []
+    for step in range(STEPS):
+        everything = draw_ids(step, BATCH * replicas)
+        ids = everything[BATCH * mine : BATCH * (mine + 1)]
+        loss = _next_word_loss(wrapped, ids, by_model=by_model, cut=cut_zigzag)
+        wanted = _next_word_loss(whole, everything, by_model=by_model)
+        for each, optimizer in zip((loss, wanted), optimizers, strict=True):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean / state.world_size - wanted.detach()))
+    expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    apart = {}
+    for name, value in _full_parameters(wrapped):
+        part = expected[name] if slices[name] is None else slices[name].cut(expected[name])
+        apart[name] = _distance(value, part)
+    from smp_runtime.context.exchange import ContextGroup
+
+    group = ContextGroup.of(state.joined)
+    return {"losses": losses, "apart": apart, "method": group.method, "gathered": dict(group.gathered)}
