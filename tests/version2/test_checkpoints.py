@@ -47,6 +47,16 @@ def test_local_state_of_another_degree_is_refused_by_name(ranks: Any, tmp_path: 
         assert all(words in message for words in wanted), message
 
 
+@pytest.mark.parametrize("way", ["now", "background"])
+def test_local_state_that_no_job_could_load_is_refused_at_the_save(ranks: Any, tmp_path: Path, way: str) -> None:
+    """Without sharding FSDP numbers the copies, so that scripts name a folder for each, and only one would get metadata."""
+    found = ranks(training.save_local_copies, 2, way, tmp_path, init=False)
+    for code, message in found:
+        assert code == "SMP401"
+        assert all(f"rank {rank} to {tmp_path}/tp0_ep0_fsdp{rank}" in message for rank in range(2)), message
+    assert list(tmp_path.rglob(".metadata")) == []
+
+
 def test_a_save_that_fails_is_raised_on_all_ranks_and_leaves_the_one_before(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(training.fail_in_background, 2, tmp_path, init=False):
         ((code, message),) = found["raised"]

@@ -38,6 +38,28 @@ def agree(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
             raise kind(f"rank {rank}: {each[1]}")
 
 
+def require_one_place(place: str, group: dist.ProcessGroup | None) -> None:
+    """Raise an error on all ranks of a group if they would write one checkpoint into different folders; all of them call this.
+
+    One rank writes the metadata, so nothing could be loaded from the folders of the others. Local shards come here if FSDP has
+    numbered ranks that are copies of each other, as it does without sharding.
+
+    Raises:
+        CheckpointError: the ranks have named different places.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    if len(found) == 1:
+        return
+    dist.all_gather_object(found, place, group=group)
+    ranks = list_ranks(group)
+    for rank, each in zip(ranks, found, strict=True):
+        if each != found[0]:
+            raise CheckpointError(
+                f"the checkpoint was not saved: ranks {', '.join(map(str, ranks))} save it together, rank {ranks[0]} to {found[0]} "
+                f"and rank {rank} to {each}; name the same place on all ranks of process_group, or pass a group for each place"
+            )
+
+
 def describe_failures(what: str, failures: dict[int, Any], group: dist.ProcessGroup | None) -> CheckpointError:
     """Return the error for what PyTorch reports of ranks that could not save or load.
 

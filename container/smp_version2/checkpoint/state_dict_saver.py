@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session
-from smp_version2.checkpoint.agreement import describe_failures, list_ranks
+from smp_version2.checkpoint.agreement import describe_failures, list_ranks, require_one_place
 from smp_version2.checkpoint.async_utils import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from smp_version2.checkpoint.filesystem import DistributedFileSystemWriter
 from smp_version2.eight_bits import state as eight_bit_state
@@ -58,7 +58,7 @@ def save(
 
     Raises:
         SMPUserError: neither ``checkpoint_id`` nor ``storage_writer``, or a state that is no dictionary.
-        CheckpointError: a rank could not write.
+        CheckpointError: a rank could not write, or ranks of the group have named different places.
     """
     _check(state_dict, process_group, coordinator_rank)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
@@ -161,6 +161,7 @@ def _write(
     state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None, group: dist.ProcessGroup | None
 ) -> None:
     where = getattr(writer, "checkpoint_id", None)
+    require_one_place(str(where), group)
     try:
         checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:

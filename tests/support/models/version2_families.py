@@ -1,4 +1,4 @@
-"""Small models of many families of Transformers, without dropout, for version 2."""
+"""Small models of many families and mixtures of Transformers, without dropout, for version 2."""
 
 from __future__ import annotations
 
@@ -102,13 +102,65 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+_MIXTURE = {**_GROUPED, **_TOKENS, "intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+_ROUTED = {
+    **_HIDDEN,
+    **_TOKENS,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+#: Mixtures of experts in the same way.
+MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "olmoe": ("Olmoe", "ForCausalLM", _MIXTURE),
+    "qwen3_moe": ("Qwen3Moe", "ForCausalLM", {**_MIXTURE, "moe_intermediate_size": 32, "head_dim": 8}),
+    "granitemoe": ("GraniteMoe", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4}),
+    "deepseek_v2": ("DeepseekV2", "ForCausalLM", {**_ROUTED, **_LATENT}),
+    "deepseek_v3": ("DeepseekV3", "ForCausalLM", {**_ROUTED, **_LATENT}),
+    "glm4_moe": (
+        "Glm4Moe",
+        "ForCausalLM",
+        {**_ROUTED, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    ),
+    "gpt_oss": ("GptOss", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "head_dim": 8}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        "ForCausalLM",
+        {
+            **_GROUPED,
+            **_TOKENS,
+            "moe_intermediate_size": 32,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+}
+
+
 def make_family(name: str) -> Callable[[], Any]:
-    """Return the function that makes a model of a family."""
+    """Return the function that makes a model of a family, or a mixture."""
 
     def make() -> Any:
         import transformers
 
-        prefix, kind, given = FAMILIES[name]
-        return getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}Config")(**given))
+        prefix, kind, given = {**FAMILIES, **MIXTURES}[name]
+        model = getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}Config")(**given))
+        if name in MIXTURES and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped kernel does not compute in float64
+        return model
 
     return make

@@ -253,6 +253,28 @@ def load_whole(config: dict[str, Any], way: str, root: Path) -> Any:
         return training.whole()
 
 
+def save_local_copies(way: str, root: Path) -> tuple[str, str]:
+    """Save local state of ranks that share nothing; returns the code and the message of the error."""
+    from smp_runtime.errors import SMPError
+
+    with joined({"hybrid_shard_degree": 1}):
+        from torch.sagemaker.distributed.checkpoint import state_dict_saver
+        from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
+        from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+        training, queue = Training(seed=0), AsyncCallsQueue()
+        try:
+            with sm_state_dict_type(training.model, SMStateDictType.SM_LOCAL_STATE_DICT):
+                if way == "now":
+                    state_dict_saver.save(local_state(training), **local_place(training, root))
+                else:
+                    state_dict_saver.async_save(local_state(training), queue=queue, **local_place(training, root))
+                    queue.maybe_finalize_async_calls(blocking=True)
+        except SMPError as error:
+            return error.code, str(error)
+        return "", ""
+
+
 def fail_in_background(root: Path) -> dict[str, Any]:
     """Save, fail to save to the same folder on one rank, load, and save again."""
     from smp_runtime.errors import CheckpointError
