@@ -3,7 +3,61 @@
 from typing import Any, Literal
 
 class ModelParallel(dict[str, Any]):
-    def __init__(self, *, pipeline_parallel_degree: int = 1, tensor_parallel_degree: int = 1, expert_parallel_degree: int = 1, sharded_data_parallel_degree: int = 1, context_parallel_degree: int = 1, context_parallel: Literal['auto', 'ring', 'all_gather', 'all_to_all'] = 'auto', microbatches: int = 1, active_microbatches: int | None = None, virtual_stages: int = 1, pipeline: Literal['interleaved', 'zero_bubble', 'simple', '_only_forward'] = 'interleaved', compile: bool = False, compile_backend: str = 'inductor', optimize: Literal['memory', 'speed'] = 'memory', memory_weight: float | None = None, placement_strategy: str = 'cluster', auto_partition: bool = True, default_partition: int | None = None, ddp: bool = False, ddp_dist_backend: Literal['auto', 'nccl', 'smddp', 'gloo'] = 'auto', host_collectives: bool | None = None, ddp_port: int | None = None, prescaled_batch: bool = False, shard_optimizer_state: bool = False, fp16: bool = False, bf16: bool = False, fp8: bool = False, fp16_params: bool = False, offload_activations: bool = False, activation_loading_horizon: int = 4, delayed_parameter_initialization: bool = False, skip_tracing: bool = False, deterministic_server: bool = False, deterministic: bool = False, record_numerics: int = 0, check_invariants: bool = True, sdp_reduce_bucket_size: float = 500000000, sdp_param_persistence_threshold: float = 1000000, sdp_max_live_parameters: float = 1000000000, sdp_hierarchical_allgather: bool = True, sdp_gradient_clipping: float = 1.0, contiguous: bool = True, horovod: bool = False, load_partition: bool = False, partition_file: str | None = None, fast_mode: bool = True, static_mode: bool = False, checkpoint_attentions: bool = False, overlapping_allreduce: bool = True, tracing_rank: int | None = None, match_weights: bool = False, fp32_grad_accumulation: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        pipeline_parallel_degree: int = 1,
+        tensor_parallel_degree: int = 1,
+        expert_parallel_degree: int = 1,
+        sharded_data_parallel_degree: int = 1,
+        context_parallel_degree: int = 1,
+        context_parallel: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto",
+        microbatches: int = 1,
+        active_microbatches: int | None = None,
+        virtual_stages: int = 1,
+        pipeline: Literal["interleaved", "zero_bubble", "simple", "_only_forward"] = "interleaved",
+        compile: bool = False,
+        compile_backend: str = "inductor",
+        optimize: Literal["memory", "speed"] = "memory",
+        memory_weight: float | None = None,
+        placement_strategy: str = "cluster",
+        auto_partition: bool = True,
+        default_partition: int | None = None,
+        ddp: bool = False,
+        ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = "auto",
+        host_collectives: bool | None = None,
+        ddp_port: int | None = None,
+        prescaled_batch: bool = False,
+        shard_optimizer_state: bool = False,
+        fp16: bool = False,
+        bf16: bool = False,
+        fp8: bool = False,
+        fp16_params: bool = False,
+        offload_activations: bool = False,
+        activation_loading_horizon: int = 4,
+        delayed_parameter_initialization: bool = False,
+        skip_tracing: bool = False,
+        deterministic_server: bool = False,
+        deterministic: bool = False,
+        record_numerics: int = 0,
+        check_invariants: bool = True,
+        sdp_reduce_bucket_size: float = 500000000,
+        sdp_param_persistence_threshold: float = 1000000,
+        sdp_max_live_parameters: float = 1000000000,
+        sdp_hierarchical_allgather: bool = True,
+        sdp_gradient_clipping: float = 1.0,
+        contiguous: bool = True,
+        horovod: bool = False,
+        load_partition: bool = False,
+        partition_file: str | None = None,
+        fast_mode: bool = True,
+        static_mode: bool = False,
+        checkpoint_attentions: bool = False,
+        overlapping_allreduce: bool = True,
+        tracing_rank: int | None = None,
+        match_weights: bool = False,
+        fp32_grad_accumulation: bool = False,
+    ) -> None:
         """Turn the model parallel library on.
 
         Args:
@@ -67,4 +121,4 @@ class ModelParallel(dict[str, Any]):
         """
 
 class MPI(dict[str, Any]):
-    def __init__(self, processes_per_host: int | None = None, custom_mpi_options: str = '') -> None: ...
+    def __init__(self, processes_per_host: int | None = None, custom_mpi_options: str = "") -> None: ...
