@@ -192,12 +192,15 @@ def train_on_slices(
         by_model: the model computes the loss, of labels that it shifts.
 
     Returns:
-        The means of the losses over all ranks less those of one process, and as of :func:`train_split` the parameters' distance.
+        The means of the losses over all ranks less those of one process, as of :func:`train_split` the parameters' distance, the
+        method, bytes gathered by operation, and functions that were tried out on slices.
     """
     import torch.distributed as dist
     import torch.sagemaker as tsm
 
     import torch_sagemaker_finder  # noqa: F401
+    from smp_runtime.context import functions
+    from smp_runtime.context.exchange import ContextGroup
     from smp_version2.split_parameters import find_slices
 
     torch.manual_seed(0)
@@ -232,7 +235,6 @@ def train_on_slices(
     for name, value in _full_parameters(wrapped):
         part = expected[name] if slices[name] is None else slices[name].cut(expected[name])
         apart[name] = _distance(value, part)
-    from smp_runtime.context.exchange import ContextGroup
-
     group = ContextGroup.of(state.joined)
-    return {"losses": losses, "apart": apart, "method": group.method, "gathered": dict(group.gathered)}
+    tried = sorted(function.__name__ for function in functions._position_wise)
+    return {"losses": losses, "apart": apart, "method": group.method, "gathered": dict(group.gathered), "tried": tried}
