@@ -38,7 +38,7 @@ def here(script: Path, distributed: Any, **given: Any) -> Any:
     [
         ({"hybrid_shard_degree": 3}, "hybrid_shard_degree is 3, and the job has 2 processes"),
         ({"tensor_parallel_degree": 4}, "tensor_parallel_degree is 4"),
-        ({"context_parallel_degree": 2}, "no context parallelism"),
+        ({"context_parallel_degree": 3}, "context_parallel_degree is 3"),
         ({"expert_parallel_degree": 3}, "expert_parallel_degree is 3"),
         ({"random_seed": -1}, "random_seed is -1"),
     ],
@@ -74,10 +74,10 @@ def test_a_named_image_trains_with_its_own_library(script: Path, cloud: Any) -> 
         "role": ROLE,
         "sagemaker_session": cloud.session,
     }
-    torchrun = Torchrun(smp=SMP(hybrid_shard_degree=8, context_parallel_degree=2))
+    torchrun = Torchrun(smp=SMP(hybrid_shard_degree=8, context_parallel_degree=2, expert_parallel_degree=2))
     original = "658645717510.dkr.ecr.us-east-1.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
     assert ModelTrainer(**given, training_image=original, distributed=torchrun).distributed is torchrun
-    with pytest.raises(ConfigError, match="no context parallelism"):
+    with pytest.raises(ConfigError, match="context_parallel_degree is 2 and expert_parallel_degree is 2"):
         ModelTrainer(**given, distributed=torchrun)
     trainer = ModelTrainer(**given, distributed=Torchrun(smp=SMP(hybrid_shard_degree=8)))
     trainer.train(wait=False)
