@@ -19,6 +19,7 @@ from smp_version2 import whole_state
 from smp_version2.moe import shards
 from smp_version2.moe.experts import SharedExperts, find_own_parameters
 from smp_version2.split_parameters import find_slices
+from smp_version2.state import state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +74,8 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
             original(self, **(shards.leave_out(given, experts) if is_around else given))
         finally:
             under_way.remove(self)
+        if not under_way:
+            state.note_shards(_count_shards(self))
         whole_state.register(self)
         if is_around:
             shards.wrap(self, experts, given, groups_of_experts, FullyShardedDataParallel)
@@ -154,6 +157,12 @@ def choose_groups(
     groups = (ranks.process_group(Group.SHARD), ranks.process_group(replica))
     chosen = strategy if _is_hybrid(strategy) else ShardingStrategy.HYBRID_SHARD
     return {"process_group": groups, "sharding_strategy": chosen}
+
+
+def _count_shards(unit: FullyShardedDataParallel) -> int:
+    """Return how many ranks share one copy of a unit's state."""
+    group = unit.process_group
+    return 1 if group is None or unit.sharding_strategy is ShardingStrategy.NO_SHARD else group.size()
 
 
 def _is_hybrid(strategy: ShardingStrategy | None) -> bool:

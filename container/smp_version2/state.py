@@ -28,17 +28,25 @@ def get_global_ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 class Ranker:
-    """Positions of all ranks in the job's groups."""
+    """Positions of all ranks in the job's groups.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._topology = ranks.topology
+    Args:
+        shards: ranks that share one copy of the state, neighbors, if the script has chosen that; 0 for the job's degrees.
+    """
+
+    def __init__(self, ranks: Ranks, shards: int = 0) -> None:
+        self._topology, self._shards = ranks.topology, shards
 
     def get_rep_rank(self, rank: int) -> int:
         """Return the position of a global rank among the ranks that hold the same shard of the same experts."""
+        if self._shards:
+            return rank // self._shards
         return self._topology.rank_in(Group.EXPERT_REPLICA, rank)
 
     def get_rep_groups(self) -> list[list[int]]:
         """Return the groups of global ranks that hold the same shard, in the same order on all ranks."""
+        if self._shards:
+            return [list(range(first, self._topology.world_size, self._shards)) for first in range(self._shards)]
         return list(self._topology.groups(Group.EXPERT_REPLICA))
 
     def get_ep_rank(self, rank: int) -> int:
@@ -88,6 +96,7 @@ class Version2State:
     def join(self, ranks: Ranks, parameters: Version2Parameters) -> None:
         """Take the job's groups and settings."""
         self.__dict__["_ranks"], self.__dict__["_parameters"] = ranks, parameters
+        self.note_shards(0)  # all of them, until a unit says otherwise
 
     def leave(self) -> None:
         """Forget the job."""
@@ -153,7 +162,12 @@ class Version2State:
     @property
     def ranker(self) -> Ranker:
         """Return the positions of all ranks."""
-        return Ranker(self.joined)
+        by_script = 0 if self._shards else self._script_shards or self.world_size
+        return Ranker(self.joined, by_script)
+
+    def note_shards(self, ranks: int) -> None:
+        """Note how many ranks share one copy of the state, where the script's FSDP decides."""
+        self.__dict__["_script_shards"] = ranks
 
     # -- tensor, expert and context parallelism --------------------------------------------------------------------
 

@@ -30,6 +30,23 @@ def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Pat
     assert len(files) == (2 if way != "local" else world), files  # those of the first save are gone
 
 
+@pytest.mark.parametrize("way", ["now", "local"])
+def test_a_training_that_shards_by_itself_saves_every_shard(ranks: Any, tmp_path: Path, way: str) -> None:
+    """Without a degree PyTorch shards over all ranks, and no rank holds a copy of another one's shard."""
+    for found in ranks(training.resume, 2, {}, way, tmp_path, init=False):
+        assert found["differing"] == []
+        assert found["at"] == training.SAVED
+
+
+def test_ranks_with_the_same_shard_are_those_of_the_scripts_strategy(ranks: Any) -> None:
+    wanted = {
+        "FULL_SHARD": ([0, 0, 0, 0], [[0], [1], [2], [3]]),
+        "HYBRID_SHARD": ([0, 0, 1, 1], [[0, 2], [1, 3]]),
+        "NO_SHARD": ([0, 1, 2, 3], [[0, 1, 2, 3]]),
+    }
+    assert ranks(lambda: {name: training.find_copies(name) for name in wanted}, 4, init=False) == [wanted] * 4
+
+
 def test_sharded_state_loads_at_another_degree(ranks: Any, tmp_path: Path) -> None:
     wanted = ranks(training.save_whole, 2, SHARD, "now", tmp_path, init=False)[0]
     for found in ranks(training.load_whole, 4, {"hybrid_shard_degree": 4}, "now", tmp_path, init=False):

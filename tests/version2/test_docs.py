@@ -1,4 +1,4 @@
-"""The script and the notebook of ``docs/version-2.md`` run, on processes of this machine."""
+"""The script and the notebook of ``docs/version-2.md`` run, on processes of this machine, and so do the example and its script."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.documents.doc_runs import matching
 from support.training.version2_script import SCRIPT
 
 PAGE = "version-2.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.job
@@ -53,3 +55,39 @@ def test_smp_launch_takes_its_parameters(tmp_path: Path) -> None:
     )
     assert wrong.returncode == 2
     assert "hybrid_shard_degree is 4, and the job has 2 processes" in wrong.stdout + wrong.stderr
+
+
+def _run(*words: object, cwd: Path) -> str:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "SM_MODEL_DIR": str(cwd),
+        "SMP_CHECKPOINT_DIR": str(cwd / "saved"),
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    said = _run(ROOT / "examples" / "version2.py", "--steps", 4, cwd=tmp_path)
+    assert "trained from step 0 to 4" in said
+    assert "trained from step 4 to 8" in said
+    assert Path(said.strip().splitlines()[-1].removeprefix("model: file://")).is_file(), said
+    saved = sorted(path.parent.name for path in (tmp_path / "version2" / "checkpoints").rglob("tp2-0"))
+    assert saved == ["step-4", "step-8"]
+
+
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_the_examples_script_needs_no_estimator(tmp_path: Path) -> None:
+    """Started by torchrun it goes on at another degree of sharding."""
+    script, start = ROOT / "entrypoints" / "train_version2.py", ["-m", "torch.distributed.run", "--standalone"]
+    for processes, begun, steps in ((2, 0, 2), (1, 2, 4)):
+        words = ("--nproc-per-node", processes, script, "--steps", steps, "--save_every", 2, "--batch_size", 4)
+        assert f"trained from step {begun} to {steps}" in _run(*start, *words, cwd=tmp_path)
+    assert torch.load(tmp_path / "model.pt")["head.weight"].shape == (32, 64)

@@ -253,6 +253,21 @@ def load_whole(config: dict[str, Any], way: str, root: Path) -> Any:
         return training.whole()
 
 
+def find_copies(strategy: str) -> tuple[list[int], list[list[int]]]:
+    """Return positions and groups of ranks with the same shard, for a strategy of the script's own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    with joined({}) as tsm:
+        given: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+        if strategy == "HYBRID_SHARD":
+            given["device_mesh"] = torch.distributed.device_mesh.init_device_mesh(
+                "cpu", (2, 2), mesh_dim_names=("r", "s")
+            )
+        FullyShardedDataParallel(nn.Linear(4, 4), **given)
+        ranker = tsm.state.ranker
+        return [ranker.get_rep_rank(rank) for rank in range(tsm.state.world_size)], ranker.get_rep_groups()
+
+
 def save_local_copies(way: str, root: Path) -> tuple[str, str]:
     """Save local state of ranks that share nothing; returns the code and the message of the error."""
     from smp_runtime.errors import SMPError
