@@ -137,6 +137,18 @@ def test_run_takes_the_version_of_parameters_or_script(
     assert (said in done.output, "version" in done.output) == (True, bool(said))
 
 
+def test_a_parameter_of_one_version_and_imports_of_other_files_decide(tmp_path: Path) -> None:
+    from smp_config.version2.which_version import choose_version
+
+    script, shared = tmp_path / "train.py", {"tensor_parallel_degree": 2}
+    script.write_text("from lib import training\n")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "__init__.py").touch()
+    (tmp_path / "lib" / "training.py").write_text("import torch.sagemaker as tsm\n")
+    assert choose_version(shared, script).is_2
+    assert not choose_version({**shared, "microbatches": 2}, script).is_2  # version 1 alone has it
+
+
 def test_validate_says_that_parameters_are_of_both_versions(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
