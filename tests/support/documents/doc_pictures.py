@@ -134,6 +134,19 @@ FLOWS = {
         ],
         both_ways=True,
     ),
+    "context-parallelism": Flow(
+        "A sequence in four chunks on two ranks: causal work is equal",
+        {
+            "s": Box(0, 0, "the batch|chunks 0, 1, 2, 3", GREEN),
+            "r0": Box(1, 0, "rank 0|chunks 0 and 3", BLUE),
+            "r1": Box(1, 1.4, "rank 1|chunks 1 and 2", ORANGE),
+        },
+        [
+            ("s", "r0", ""),
+            ("s", "r1", ""),
+            ("r0", "r1", "keys and values in attention"),
+        ],
+    ),
     "walk-call": Flow(
         "From fit() to the ranks",
         {

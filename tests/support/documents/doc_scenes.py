@@ -118,6 +118,7 @@ def _(names: Names) -> None:
 
 scene("numerics.md", "deterministic", then=_one_job_is_refused_by_nobody)(nothing)
 scene("pipeline-parallelism.md", "distribution = {", then=_one_job_is_refused_by_nobody)(nothing)
+scene("context-parallelism.md", "distribution = {", then=_one_job_is_refused_by_nobody)(nothing)
 scene("sharded-data-parallelism.md", "distribution = {", then=_one_job_is_refused_by_nobody)(nothing)
 
 _PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0}
