@@ -308,7 +308,7 @@ class DistributedModel(WrappedModule):
         with self._window.forward(evaluates=is_outside and not self._trains()):
             args, kwargs = self.precision.enter(args), self.precision.enter(kwargs)
             if (inputs := SequenceInputs.of(self._ranks)) is not None:
-                args, kwargs = inputs.cut(self.module, args, kwargs)
+                args, kwargs = inputs.cut(args, kwargs)
             return self.precision.leave(self.module(*args, **kwargs))
 
     def backward(

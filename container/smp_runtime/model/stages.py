@@ -173,7 +173,8 @@ class Stages:
             PipelineSettings(
                 policy=policy_named(ranks.cfg.pipeline),
                 active=min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches),
-                replica=ranks.rank_in(Group.DP),
+                # Ranks that share sequences out draw the same random numbers.
+                replica=ranks.rank_in(Group.BATCH_DP),
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
                 share=self._sharing(),
@@ -199,8 +200,8 @@ class Stages:
         """
         ranks = self._ranks
         repeats = ranks.cfg.deterministic_server or ranks.cfg.deterministic
-        # Ranks that gather each other's parameters must run the same modules in the same order.
-        all_agree = repeats or ranks.cfg.sharded_data_parallel_degree > 1
+        # Ranks that gather each other's parameters or positions must run the same modules in the same order.
+        all_agree = repeats or ranks.cfg.sharded_data_parallel_degree > 1 or ranks.cfg.context_parallel_degree > 1
         members = ranks.members(Group.DP if all_agree else Group.TP)
         if not all_agree and len(members) == 1:
             return None
@@ -209,8 +210,10 @@ class Stages:
     def _meeting(self) -> PipelineAgreement | None:
         """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""
         ranks = self._ranks
-        sharing = ranks.members(Group.SHARD) if ranks.cfg.sharded_data_parallel_degree > 1 else [ranks.rank]
-        members = sorted({peer for rank in sharing for peer in ranks.topology.group_of(Group.TP, rank)})
+        sharing = set(ranks.members(Group.SHARD)) if ranks.cfg.sharded_data_parallel_degree > 1 else {ranks.rank}
+        for kind in (Group.CONTEXT, Group.TP):
+            sharing = {peer for rank in sharing for peer in ranks.topology.group_of(kind, rank)}
+        members = sorted(sharing)
         return PipelineAgreement(ranks.control, members) if len(members) > 1 else None
 
     def _task_begins(self, microbatch: int | None) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+from smp_runtime.fp8.current import find_by_weight
 from smp_runtime.tensor_parallel import traced
+from smp_runtime.tensor_parallel.collectives import gather_slices, scatter_summed, sum_partials, use_replicated
 from smp_runtime.tensor_parallel.group import TensorGroup, join
 from smp_runtime.tensor_parallel.traced import traced_group
 from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
+
+if TYPE_CHECKING:
+    from smp_runtime.fp8.current import Multiply
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -182,12 +187,31 @@ def multiply_columns(
     Returns:
         for each weight ``[batch, seq, out / size]``, whole along ``dim``.
     """
+    products = [find_by_weight(weight) for weight in weights]
+    if any(product is not None for product in products):
+        full = _whole_rows(x, group, dim)
+        return tuple(
+            (F.linear if product is None else product)(full, weight, bias)
+            for product, weight, bias in zip(products, weights, biases, strict=True)
+        )
     x, *rest = _cast(x, *weights, *biases)
     return _Columns.apply(x, group, dim, len(weights), *rest)
 
 
+def _whole_rows(x: torch.Tensor, group: TensorGroup, dim: int | None) -> torch.Tensor:
+    """Return all rows for columns of a weight: gradients of replicated ones are summed."""
+    if group.size == 1:
+        return x
+    return use_replicated(x, group) if dim is None else gather_slices(x, group, dim, partial=True)
+
+
 def multiply_rows(
-    x: torch.Tensor, group: TensorGroup, dim: int | None, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    group: TensorGroup,
+    dim: int | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    multiply: Multiply | None = None,
 ) -> torch.Tensor:
     """Return the sum over ranks of ``x`` times ``weight``, plus ``bias``.
 
@@ -195,10 +219,18 @@ def multiply_rows(
         x: ``[batch, seq, in / size]``.
         weight: ``[out, in / size]``.
         bias: ``[out]``.
+        multiply: in place of ``F.linear``; None for that, unless the weight's layer multiplies in 8 bits.
 
     Returns:
         ``[batch, seq, out]``, replicated; or this rank's slice of it along ``dim``.
     """
+    multiply = multiply or find_by_weight(weight)
+    if multiply is not None:
+        if group.size == 1:
+            return multiply(x, weight, bias)
+        partial = multiply(x, weight, None)
+        output = sum_partials(partial, group) if dim is None else scatter_summed(partial, group, dim)
+        return output if bias is None else output + bias.to(output.dtype)
     x, weight, bias = _cast(x, weight, bias)
     return _Rows.apply(x, group, dim, weight, bias)
 
