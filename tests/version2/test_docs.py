@@ -78,8 +78,8 @@ def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
     assert "trained from step 0 to 4" in said
     assert "trained from step 4 to 8" in said
     assert Path(said.strip().splitlines()[-1].removeprefix("model: file://")).is_file(), said
-    saved = sorted(path.parent.name for path in (tmp_path / "version2" / "checkpoints").rglob("tp2-0"))
-    assert saved == ["step-4", "step-8"]
+    saved = {path.parent.name for path in (tmp_path / "version2" / "checkpoints").rglob("tp2-0")}
+    assert {"step-4", "step-8"} <= saved  # and an older one, if the next was not whole when it was begun
 
 
 @pytest.mark.job
