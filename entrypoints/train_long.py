@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from train_gpt import VOCABULARY, GPT, GPTConfig
+from train_gpt import GPT, VOCABULARY, GPTConfig
 
 import smdistributed.modelparallel.torch as smp
 
@@ -85,9 +85,8 @@ def main() -> None:
         optimizer.step()
         losses.append(float(loss.reduce_mean()))
     if smp.rank() == 0:
-        print(
-            f"length {args.seq_len}, {smp.cp_size()} ranks a sequence: loss {losses[0]:.3f} → {losses[-1]:.3f}, {kept.total:,} bytes kept"
-        )
+        course = f"loss {losses[0]:.3f} → {losses[-1]:.3f}"
+        print(f"length {args.seq_len}, {smp.cp_size()} ranks a sequence: {course}, {kept.total:,} bytes kept")
         args.model_dir.mkdir(parents=True, exist_ok=True)
         facts = {"losses": losses, "kept_bytes": kept.total, "ranks_of_a_sequence": smp.cp_size()}
         (args.model_dir / "metrics.json").write_text(json.dumps(facts))
