@@ -267,6 +267,17 @@ def test_sharded_checkpoints_become_models_of_transformers_and_back(
         assert "has no smp_split.json" in said
 
 
+def test_tensors_that_are_split_in_several_places_are_joined(ranks: Any, tmp_path: Path) -> None:
+    from support.models.version2 import make_gpt2
+
+    config = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
+    wanted = ranks(training.save_split, 4, config, tmp_path / "saved", make_gpt2, init=False, timeout=120)[0]
+    _convert(tmp_path / "saved", tmp_path / "full.pt", "--to", "full")
+    found = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+    assert "transformer.h.0.attn.c_attn.weight" in found  # queries, keys and values
+
+
 def test_checkpoints_of_version_1_become_those_of_version_2_and_back(ranks: Any, tmp_path: Path) -> None:
     wanted = ranks(_save_in_version_1, 2, tmp_path, config={"tensor_parallel_degree": 2, "ddp": True})[0]
     _convert(tmp_path / "1", tmp_path / "2", "--to", "version2")

@@ -351,7 +351,7 @@ def run_page(code: str, folder: Path) -> int:
 # -- conversion --------------------------------------------------------------------------------------------------------
 
 
-def _make_wrapped(tsm: Any) -> Any:
+def _make_wrapped(tsm: Any, make: Any = None) -> Any:
     import functools
 
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -360,7 +360,7 @@ def _make_wrapped(tsm: Any) -> Any:
     from smp_version2.layer_classes import TransformerLayer
     from support.models.version2 import make_llama
 
-    model = tsm.transform(make_llama().double())
+    model = tsm.transform((make or make_llama)().double())
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer})
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
 
@@ -374,7 +374,7 @@ def _whole(model: Any) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def save_split(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+def save_split(config: dict[str, Any], root: Path, make: Any = None) -> dict[str, torch.Tensor]:
     """Save a split model as scripts do: a folder for each tensor parallel rank; rank 0 returns the whole."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
@@ -382,7 +382,7 @@ def save_split(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
         from torch.sagemaker.distributed.checkpoint import state_dict_saver
 
         torch.manual_seed(3)
-        model = _make_wrapped(tsm)
+        model = _make_wrapped(tsm, make)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model": model.state_dict(), "steps": 3}
         folder = root / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}" / "ep1-0"
