@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class SMPError(Coded):
     """Root of all errors that the runtime itself raises.
 
+    Args:
+        code: of the list that ``smp-estimator explain`` has; None for that of the class.
+
     Attributes:
         failure: record of the rank that failed first, if it is known here; the failure that the job is to report.
 
@@ -31,6 +34,9 @@ class SMPError(Coded):
 class SMPUserError(SMPError, ValueError):
     """Something that the script passed cannot work.
 
+    Args:
+        code: of the list that ``smp-estimator explain`` has; None for that of the class.
+
     Example:
         >>> try:
         ...     smp.set_tensor_parallelism("no module")
@@ -42,6 +48,9 @@ class SMPUserError(SMPError, ValueError):
 
 class SMPRuntimeError(SMPError, RuntimeError):
     """The environment, a peer or the order of calls is not as it must be.
+
+    Args:
+        code: of the list that ``smp-estimator explain`` has; None for that of the class.
 
     Example:
         >>> issubclass(smp.exceptions.SMPRuntimeError, RuntimeError)
@@ -113,6 +122,9 @@ class NumericsError(SMPRuntimeError):
 
 class CheckpointError(SMPRuntimeError):
     """A checkpoint is missing, incomplete or belongs to another model.
+
+    Args:
+        code: of the list that ``smp-estimator explain`` has; None for that of the class.
 
     Example:
         >>> try:

@@ -250,8 +250,8 @@ def test_the_hugging_face_estimator_checks_it_too(script: Path, session: Any) ->
         "instance_type": "local",
         "sagemaker_session": session,
     }
-    with pytest.raises(ConfigError, match="context_parallel_degree is 2"):
-        SMPHuggingFace(**given, distribution=version_2(2, context_parallel_degree=2))
+    with pytest.raises(ConfigError, match="context_parallel_degree is 3"):
+        SMPHuggingFace(**given, distribution=version_2(2, context_parallel_degree=3))
 
 
 @pytest.mark.job

@@ -47,6 +47,9 @@ def save(
 ) -> None:
     """Call ``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and :func:`partial_suffix`.
 
+    Of ranks that share sequences out (``smp.cp_size()`` of them) the first one writes, since a script that saves under
+    ``smp.dp_rank() == 0`` does so on all of them; with ``v3`` each writes its own file.
+
     Args:
         obj: tensors and plain containers, numbers and strings, or with ``pickle_module`` anything that it writes.
         f: name of the file; its folder is made if absent.
@@ -54,9 +57,6 @@ def save(
         pickle_module: the module that writes objects, as for ``torch.save``.
         pickle_protocol: likewise.
         v3: the file name ends in pipeline, tensor and reduced data parallel rank instead.
-
-    Of ranks that share sequences out (``smp.cp_size()`` of them) the first one writes, since a script that saves under
-    ``smp.dp_rank() == 0`` does so on all of them; with ``v3`` each writes its own file.
 
     Raises:
         CheckpointError: the disk is full; the former file stays.

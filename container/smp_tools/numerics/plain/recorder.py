@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _REST = 1e-6
 #: The text for the state of random generators: a line of a step has one, and these runs do not compare it.
 _NO_STATE = "-"
+#: Groups of one rank: plain scripts share out neither layers nor sequences.
+_ALONE = (Group.TP, Group.CONTEXT)
 
 
 class PlainRank:
@@ -48,11 +50,11 @@ class PlainRank:
 
     def size(self, group: Group) -> int:
         """Return the number of ranks in a group: each rank reads a batch of its own."""
-        return 1 if group is Group.TP else self.world
+        return 1 if group in _ALONE else self.world
 
     def rank_in(self, group: Group) -> int:
         """Return the number of this rank in a group."""
-        return 0 if group is Group.TP else self.rank
+        return 0 if group in _ALONE else self.rank
 
 
 @dataclass
