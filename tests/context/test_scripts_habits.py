@@ -113,3 +113,10 @@ def test_each_method_trains_alike(ranks, method):
     expected = train_alone(CausalNet(), _optimizer, word_batches(3, 2), next_word_loss)
     for losses in ranks(_train_in, 2, method, config={**CONFIG, "context_parallel": method}):
         assert losses == pytest.approx(expected.losses, abs=1e-5)
+
+
+def test_stages_that_share_sequences_out_drop_the_same(ranks):
+    stages = {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}
+    expected = ranks(_train_with_dropout, 2, False, config=stages)[0]
+    for losses in ranks(_train_with_dropout, 4, False, config={**stages, "context_parallel_degree": 2}):
+        assert losses == pytest.approx(expected, abs=1e-9)
