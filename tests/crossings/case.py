@@ -124,7 +124,7 @@ EVENTS = (
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
 #: Models whose forward pass changes buffers, or parameters that nothing trains.
-_CHANGING = ("images", "averaging", "follower")
+_CHANGING = ("images", "averaging", "follower", "normed")
 
 #: Those that take norms of whole tensors.
 _OF_TENSORS = ("lamb", "novograd")
@@ -327,6 +327,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["compiled"] = False
     if values["precision"] in ("autocast", "bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
         values["optimizer"] = chance.choice(_ROUNDABLE)
+    if values["net"] == "normed" and values["precision"] in ("autocast", "bf16", "fp16"):
+        values["precision"] = "float32"  # its power iteration carries roundings from step to step
     world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
     if pp == 1:
         values |= {"schedule": "interleaved", "fast_mode": True}
@@ -391,6 +393,8 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
         is_unplaced = step == 0 or any(event.step == step and event.goes_to for event in found)
         if is_unplaced and (moves or kind == "swap_weights"):
             kind, moves = "reload_state", False  # the first step decides what goes where
+        if kind == "reload_state" and any(event.step == step and event.goes_to for event in found):
+            kind = "lower_rate"  # a state that waits for the first step cannot be read before it
         if moves:
             stages = TOPOLOGIES[topology][1]
             fit = [name for name in others if TOPOLOGIES[name][1] == stages] if values["manual"] else others

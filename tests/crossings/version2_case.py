@@ -201,6 +201,8 @@ def draw_version2(seed: int | str, number: int, given: Mapping[str, Any] | None 
         values["precision"] = "float64"
     if TOPOLOGIES[values["topology"]][3] > 1 and values["net"] not in _MIXTURES:
         values["net"] = chance.choice(_MIXTURES)
+    if TOPOLOGIES[values["topology"]][3] > 2 and values["net"] == "mixtral":  # it has two experts
+        values["net"] = "listed"
     case = Version2Case(**values)
     events = _draw_events(chance, case)
     return _fit(dataclasses.replace(case, events=events))
@@ -209,7 +211,10 @@ def draw_version2(seed: int | str, number: int, given: Mapping[str, Any] | None 
 def _draw_events(chance: random.Random, case: Version2Case) -> tuple[Event, ...]:
     found: list[Event] = []
     topology = case.topology
-    for step in sorted(chance.choices(range(STEPS), k=chance.choice((0, 1, 2, 3)))):
+    # PyTorch's functions for the state of fully_shard make moments by an update with gradients of zero, if there are none yet:
+    # those of weight decay then count, and Adam has made a step.
+    first = 1 if case.shards_by == "function" else 0
+    for step in sorted(chance.choices(range(first, STEPS), k=chance.choice((0, 1, 2, 3)))):
         kind, goes_to = chance.choice(EVENTS), ""
         if kind.startswith("resume"):
             goes_to = topology = chance.choice(_fitting(kind, topology, case))
@@ -225,9 +230,12 @@ def _fitting(kind: str, topology: str, case: Version2Case) -> list[str]:
     found = []
     for name, degrees in TOPOLOGIES.items():
         fits = kind == "resume_full" or degrees[2:] == (tp, ep)
-        if degrees[0] == world and fits and (degrees[3] == 1 or case.net in _MIXTURES):
+        has_experts = degrees[3] == 1 or (
+            case.net in _MIXTURES and (degrees[3] == 2 or case.net != "mixtral")
+        )  # of two
+        if degrees[0] == world and fits and has_experts:
             found.append(name)
-    return found
+    return found or [topology]
 
 
 def _fit(case: Version2Case) -> Version2Case:
@@ -271,7 +279,9 @@ def _fit_recomputation(case: Version2Case) -> dict[str, Any]:
         return {"checkpointing": "none"}
     # Blocks do not train if their inputs need no gradients, and units of FSDP fail in backward after two passes.
     has_gradients = not case.begins_frozen and case.net not in ("adapters", "recurrent", "nested")
-    if case.checkpointing == "reentrant" and (case.use == "twice" or not has_gradients):
+    # Without units of blocks, FSDP has freed the parameters that the second forward pass of a block would read.
+    has_units = case.units != "root" or case.shards_by == "function"
+    if case.checkpointing == "reentrant" and (case.use == "twice" or not has_gradients or not has_units):
         return {"checkpointing": "each"}
     return {}
 
@@ -312,6 +322,8 @@ def _fit_event(event: Event, case: Version2Case) -> str:
         return "scale_gradients"
     if case.shards_by == "function" and kind == "summon_weights":
         return "change_weights"
+    if kind.startswith("resume") and case.net == "images":
+        return "resume_full"  # of shards, PyTorch's checkpoint keeps the running statistics of any one replica
     if kind == "resume_local" and (case.shards_by == "function" or any(shard == 1 for _, shard, _, _ in case.degrees)):
         return "resume_sharded"  # FSDP's ranks, which name the folders, differ between copies of a whole state
     return kind

@@ -278,6 +278,7 @@ SCENES: dict[Key, Scene] = {
     ("command-line.md", "smp-estimator run"): Scene(_sized, {"DIR": "."}),
     ("estimator.md", "smp-estimator validate"): Scene(_distribution),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
+    ("context-parallelism.md", "examples/long_sequences.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
     ("hangs.md", "smp-estimator where"): Scene(instead={"JOB --stacks": "{job} --stacks"}, job=True),
     ("launchers.md", "--steps 100"): Scene(_text, {"--steps 100": "--steps 3"}),
     ("migrate.md", "smp-estimator validate"): Scene(_distribution),

@@ -161,6 +161,12 @@ class ModelState:
     def local(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
         """Return the state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""
         part, shards = self._part, self._placed.shards
+        if len(self._waiting) > len(self._kept):
+            raise SMPUserError(
+                "the model's state was read between a checkpoint's load and the first step of a pipeline, when it still has its "
+                "former values: read it behind that step, or from the checkpoint's files (smp-estimator checkpoint convert)",
+                code="SMP303",
+            )
         prefix = kwargs.get("prefix", "")
         with shards.reading_state() if shards is not None else contextlib.nullcontext():
             state: dict[str, Any] = part.module.state_dict(*args, **kwargs)
@@ -232,7 +238,9 @@ class ModelState:
         own = module.state_dict(keep_vars=True)
         if state and not own.keys() & state.keys() and all(name.startswith("module.") for name in state):
             state = {name.removeprefix("module."): value for name, value in state.items()}
-        if not partitioned and (partial or any(p.is_meta for p in module.parameters())):
+        # Behind what waits: loaded now, it would be overwritten by a checkpoint that came before it.
+        waits = bool(self._waiting) or partial or any(p.is_meta for p in module.parameters())
+        if not partitioned and waits:
             kept = dict(state_dict)
             _refuse_without_values(kept)
             if not partial:
