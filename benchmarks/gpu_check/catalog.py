@@ -51,6 +51,10 @@ CHECKS = (
     Check("matrix_pp", "matrices", "a", 150, "two ranks, one GPU: pipelines, zero bubble, virtual stages, offloading"),
     Check("matrix_tp", "matrices", "a", 150, "two ranks, one GPU: tensor parallelism"),
     Check("matrix_sdp", "matrices", "a", 150, "two ranks, one GPU: sharded data parallelism"),
+    Check("matrix_cp", "sequences", "a", 120, "two and four ranks, one GPU: context parallelism"),
+    Check(
+        "context_attention", "sequences", "a", 150, "attention of two ranks by mask, method and dtype; over NCCL too"
+    ),
     Check("paths", "cuda_paths", "a", 240, "each path with code of its own for CUDA, on the GPU against the CPU"),
     Check(
         "sanitizer", "streams", "a", 120, "PyTorch's CUDA sanitizer on offloading, saving, tracking; a planted fault"
@@ -66,6 +70,7 @@ CHECKS = (
     Check("activations", "memory", "b", 130, "checkpointing and offloading against PyTorch's own: time and peak", True),
     Check("compile", "costs", "b", 130, "torch.compile of blocks: gain in both", True),
     Check("plan", "memory", "b", 60, "peak memory as plan and rehearsal predict it, against the measured one", True),
+    Check("context_memory", "sequences", "b", 120, "peak of two ranks with twice the length against one rank"),
     Check("optimizer", "optimizers", "b", 60, "optimizer step against torch's own, fused and by default", True),
     Check("saving", "saving", "b", 80, "checkpoints against torch.save and torch.distributed.checkpoint", True),
     Check("fsdp2", "costs", "b", 70, "peer: FSDP2 at world size 1", True),

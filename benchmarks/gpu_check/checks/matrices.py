@@ -103,6 +103,8 @@ def rank_matrix_dp() -> None:
                 {**ddp, **_FP16, **_SHARDED_STATE}, 1e-2, "fp16", plain=_SCALE, ours=_STATIC_SCALE
             ),
             "ddp, LAMB, sharded state": Comparison({**ddp, **_SHARDED_STATE}, 1e-4, both={"make": make_lamb}),
+            # In 8 bits results are near only.
+            "ddp, bf16, fp8": Comparison({**ddp, **_BF16, "fp8": True}, 5e-2, "bf16"),
             "ddp, compile": Comparison({**ddp, "compile": True}, 1e-3),
         }
     )
