@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,6 +21,7 @@ from torch import nn
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.execution.failures import Alarm, StageError
 from smp_runtime.pipeline.execution.messenger import Messenger
+from smp_runtime.pipeline.transport.peer import Peer
 
 
 def _dies(folder):
@@ -173,3 +177,59 @@ def test_a_pipeline_ends_with_the_session_though_its_model_is_gone(ranks):
     for during, after in ranks(threads, 2, config={"pipeline_parallel_degree": 2, "ddp": True}):
         assert during
         assert after == []
+
+
+#: A thread calls C++ twice while the script ends, and returns from the second call while the interpreter is finalized.
+_CALLS_TWICE = """
+import atexit, sys, threading, time
+atexit.register(time.sleep, 0.3)  # the last of the handlers
+from datetime import timedelta
+import torch.distributed as dist
+from smp_runtime.pipeline.transport.native_calls import start_call
+
+class Late:
+    def __del__(self):
+        time.sleep(1.5)
+
+def wait():
+    try:
+        dist.HashStore().wait(["absent"], timedelta(seconds=0.5))
+    except RuntimeError:
+        pass
+
+def end_both():
+    for _ in range(2):
+        if call := start_call(wait, "call"):
+            call.join()
+
+threading.Thread(target=end_both, daemon=True).start()
+sys.modules["late"] = Late()
+"""
+
+
+def test_no_call_of_another_thread_starts_while_the_interpreter_is_finalized():
+    done = subprocess.run([sys.executable, "-c", _CALLS_TWICE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_closing_waits_until_the_receiver_thread_has_freed_all_groups():
+    closed, begun = [], threading.Event()
+
+    class Channel:
+        quiet_seconds = 0.0
+
+        def close(self, seconds):
+            begun.set()
+            time.sleep(0.2)
+            closed.append(self)
+
+    one, other = socket.socketpair()
+    with one, other:
+        peer = Peer(1, 1, one, [Channel()], [Channel()])
+        peer.reading = False
+        receiver = threading.Thread(target=peer.free_channels, args=(0.0,))
+        receiver.start()
+        assert begun.wait(60)
+        peer.free_channels(60.0)
+        assert len(closed) == 2
+        receiver.join()

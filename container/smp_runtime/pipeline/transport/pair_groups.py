@@ -49,7 +49,7 @@ class PairGroup:
         return work
 
     def end(self, seconds: float) -> bool:
-        """Free the communicator, and return whether that was done in time.
+        """Free the communicator, and return whether that was done in time. The end of the process frees it as well.
 
         Messages that are under way are given up. The other rank need not call it at the same time. NCCL's call that waits for
         messages also waits for the other rank, so two ranks that each end another direction first would wait for each other.
@@ -58,6 +58,8 @@ class PairGroup:
             seconds: longest wait.
         """
         ending = start_call(self.abort, "smp-end-group")
+        if ending is None:
+            return True
         ending.join(seconds)
         return not ending.is_alive()
 

@@ -59,6 +59,7 @@ class Peer:
         self.opens = False  # the process group to the other side is connected, or about to be
         self.opening: list[threading.Thread] = []  # connect process groups, in either direction
         self._frees = False  # the channels are closed, or about to be
+        self._freed = threading.Event()
 
     def __str__(self) -> str:
         return f"stage {self.stage} (rank {self.rank})"
@@ -142,7 +143,9 @@ class Peer:
 
         Args:
             patience: seconds to wait for the other side's goodbye. A stage that goes on without this one does not say it.
+                With 0 the call also returns at once if another thread frees the groups.
         """
+        channels = (*self.out, *self.back)
         with self.changed:
             if self.quiet_seconds is not None:
                 self.changed.wait_for(lambda: not self.reading, patience)
@@ -150,8 +153,14 @@ class Peer:
             is_first = not self._frees
             self._frees = True
         if is_first:
-            for channel in (*self.out, *self.back):
-                channel.close(_FREE_SECONDS)
+            try:
+                for channel in channels:
+                    channel.close(_FREE_SECONDS)
+            finally:
+                self._freed.set()
+        elif patience:
+            # The receiver thread frees them. The script may end behind this call, and with it the driver that NCCL needs.
+            self._freed.wait(_FREE_SECONDS * len(channels))
 
     def break_off(self, error: BaseException) -> None:
         """Give up writing and wake the receiver thread, which reports the loss after what still came in."""
