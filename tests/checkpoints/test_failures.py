@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,12 +21,15 @@ from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.checkpoint import save_partial as saving
 from smp_runtime.checkpoint.files.manifest import checkpoints_in, whole_checkpoints
 from smp_runtime.checkpoint.folder_lock import LOCK
-from smp_runtime.checkpoint.folder_transaction import FolderTransaction
+from smp_runtime.checkpoint.folder_transaction import FolderRemoval, FolderTransaction
 from smp_runtime.errors import CheckpointError
+from smp_runtime.job import session
 
 
 def _names(path) -> list[str]:
-    """What lies there besides the lock, which a job has until it ends."""
+    """What lies there besides the lock, which a job has until it ends, once what is removed is gone."""
+    if session.is_initialized():
+        FolderRemoval.of(session.current_session()).wait()
     return sorted(p.name for p in Path(path).iterdir() if p.name != LOCK)
 
 
@@ -132,6 +136,7 @@ def test_hosts_killed_between_their_renames_resume_from_the_save_that_both_have(
             shutil.rmtree(mine)
             shutil.copytree(f"{path}/copy", mine)
         smp.save_checkpoint(mine, tag="c", user_content=5)
+        smp.wait_for_checkpoint()
         assert smp.resume_from_checkpoint(mine) == 5
         assert model.partitioned
 
@@ -243,6 +248,7 @@ def test_what_cannot_be_removed_is_a_warning_and_the_checkpoint_is_saved(solo, t
     for tag in "ab":  # the former one in its place, and the one that is too many
         with caplog.at_level(logging.WARNING, logger="smp"), mock.patch.object(shutil, "rmtree", rmtree):
             smp.save_checkpoint(str(tmp_path), tag=tag, user_content=tag, num_kept_partial_checkpoints=1)
+            smp.wait_for_checkpoint()
         assert "older ones could not be removed (PermissionError" in caplog.text
         caplog.clear()
         assert smp.resume_from_checkpoint(str(tmp_path)) == tag
@@ -278,4 +284,29 @@ def test_a_save_removes_what_killed_jobs_left_and_nothing_else(solo, tmp_path):
     assert smp.resume_from_checkpoint(str(tmp_path), tag="c") == "c"
     smp.save_checkpoint(str(tmp_path), tag="f", num_kept_partial_checkpoints=2)
     assert set(_names(tmp_path)) == {*foreign, "newest", "e_partial", "f_partial"}
+    assert model.partitioned
+
+
+def test_old_checkpoints_are_removed_while_training_goes_on(solo, tmp_path):
+    solo({})
+    model = _model()
+    smp.save_checkpoint(str(tmp_path), tag="a")
+    begun, goes_on = threading.Event(), threading.Event()
+    original = shutil.rmtree
+
+    def rmtree(path, *args, **options):
+        begun.set()
+        assert goes_on.wait(60)
+        original(path, *args, **options)
+
+    with mock.patch.object(shutil, "rmtree", rmtree):
+        smp.save_checkpoint(str(tmp_path), tag="b", num_kept_partial_checkpoints=1)
+        assert begun.wait(60)
+        hidden = tmp_path / ".a_partial.removed"
+        assert hidden.exists()
+        assert not (tmp_path / "a_partial").exists()
+        assert [found.name for found in checkpoints_in(tmp_path)] == ["b_partial"]
+        goes_on.set()
+        smp.shutdown()
+    assert not hidden.exists()
     assert model.partitioned

@@ -6,8 +6,9 @@ import itertools
 import logging
 import random
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.folder_lock import LockHolder, SavingLocks
 from smp_runtime.checkpoint.rank_agreement import decode_error, encode_error, met_by
-from smp_runtime.comm.control import host_name
+from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ logger = logging.getLogger("smp")
 _TOKEN, _OWNER = ".token", ".owner"
 #: Seconds without a write after which a folder is left over, if it cannot be checked whether its job is alive.
 _ABANDONED_SECONDS = 3600.0
+#: Longest wait for the removal of old checkpoints at the end of a job that has failed.
+_SECONDS_AFTER_FAILURE = 0.5
 
 
 class FolderTransaction:
@@ -64,6 +67,8 @@ class FolderTransaction:
         control, everyone = session.ranks.control, list(range(session.ranks.control.size))
         self._rank = session.ranks.rank
         self.final = final
+        # Before the locks: the session waits for it first, and another job must not remove the same folders meanwhile.
+        self._removal = FolderRemoval.of(session)
         self._locks = SavingLocks.of(session)
         self._seen = session.ranks.keep(SeenFolders, SeenFolders)
         self.keeps_order = session.ranks.rank == 0
@@ -172,31 +177,27 @@ class FolderTransaction:
                 logger.warning("the folder of %s was not restored (%s: %s)", self.final, type(error).__name__, error)
 
     def _tidy(self, keep: int | None) -> None:
-        """Remove checkpoints that are obsolete now that all hosts have the new one.
+        """Hide checkpoints that are obsolete now that all hosts have the new one, and remove them while training goes on.
 
-        If removing fails, the new checkpoint is saved nevertheless.
+        If that fails, the new checkpoint is saved nevertheless.
         """
         if not self.keeps_order:
             return
         try:
-            problems = remove_leftovers(self.final, self.hosts is not None)
+            hidden, problems = hide(find_leftovers(self.final, self.hosts is not None))
             if keep is not None:
-                problems += prune(self.final.parent, keep, self.final.name, self._seen)
+                more, failed = hide(find_surplus(self.final.parent, keep, self.final.name, self._seen))
+                hidden, problems = hidden + more, problems + failed
+            self._removal.start(self.final, list(dict.fromkeys(hidden)), problems)
         except Exception as error:
-            problems = [f"{type(error).__name__}: {error}"]
-        if problems:
-            logger.warning(
-                "the checkpoint %s is saved, but older ones could not be removed (%s): remove them by hand, or they take "
-                "up space until the next save",
-                self.final,
-                "; ".join(problems),
-            )
+            warn_of_remains(self.final, [words_of(error)])
 
     def _writing(self, token: str) -> Path:
         return self.final.with_name(f".{self.final.name}.{token}.tmp")
 
     def _restart(self, token: str) -> None:
         writing = self._writing(token)
+        self._removal.wait()  # there is never room for more checkpoints than are kept, and the new one
         with naming_full_disk(self.final, None):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             self._locks.hold(self.final.parent)
@@ -295,17 +296,70 @@ class SeenFolders:
         return _FolderSnapshot(stamp, None if found.manifest is None else found.manifest.saved, found.is_whole)
 
 
-def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[str]:
-    """Remove the oldest partial checkpoints until ``keep`` are left.
+class FolderRemoval:
+    """Removes folders on a thread while training goes on, since freeing their blocks takes long.
+
+    The folders have hidden names by then. If the job is killed meanwhile, a later save removes the rest.
+    """
+
+    outlives_regrouping = True
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, session: Session) -> FolderRemoval:
+        """Return the removal of a session; always the same object."""
+
+        def make() -> FolderRemoval:
+            made = cls()
+            session.at_leave.append(lambda: made.wait(_SECONDS_AFTER_FAILURE if session.has_failed else None))
+            return made
+
+        return session.ranks.keep(cls, make)
+
+    def start(self, final: Path, folders: Sequence[Path], problems: Sequence[str]) -> None:
+        """Begin to remove folders; those of the former call are gone.
+
+        Args:
+            final: the checkpoint that has been saved, for the warning.
+            problems: what has failed already.
+        """
+        if not folders:
+            warn_of_remains(final, problems)
+            return
+        self._thread = threading.Thread(
+            target=lambda: warn_of_remains(final, [*problems, *remove(folders)]),
+            name="smp-remove-checkpoints",
+            daemon=True,  # the session waits for it when it closes
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until all folders are gone, at most ``seconds``, by default ``SMP_TIMEOUT_SECONDS``."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds() if seconds is None else seconds)
+
+
+def warn_of_remains(final: Path, problems: Sequence[str]) -> None:
+    """Log which older checkpoints could not be removed, if there are any."""
+    if problems:
+        logger.warning(
+            "the checkpoint %s is saved, but older ones could not be removed (%s): remove them by hand, or they take "
+            "up space until the next save",
+            final,
+            "; ".join(problems),
+        )
+
+
+def find_surplus(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[Path]:
+    """Return the oldest partial checkpoints, all but ``keep``.
 
     The newest always stays, and incomplete ones are removed first. Folders without a readable manifest stay, too.
     They are not ours, since a checkpoint gets its name together with its manifest.
 
     Args:
         seen: folders that earlier calls have inspected.
-
-    Returns:
-        Descriptions of what could not be removed.
     """
     keep = max(1, keep)
     names = folders_in(parent)
@@ -322,20 +376,17 @@ def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None)
     oldest = list(dict.fromkeys(names[folder] for folder in order))
     surplus = max(0, len(oldest) - keep)
     doomed = set(oldest[:surplus])
-    return _remove(folder for folder in ours if names[folder] in doomed)
+    return [folder for folder in ours if names[folder] in doomed]
 
 
-def remove_leftovers(final: Path, separate: bool) -> list[str]:
-    """Remove unfinished folders of killed jobs, and checkpoints that new ones have replaced.
+def find_leftovers(final: Path, separate: bool) -> list[Path]:
+    """Return unfinished folders of killed jobs, and checkpoints that new ones have replaced.
 
     A job writes its checkpoints one at a time, so it writes nothing else while it publishes one. The lock should
     keep other jobs away. If another job writes here nevertheless, its folders stay as long as it may be running.
 
     Args:
         separate: whether hosts have folders of their own: then each lacks files that others have.
-
-    Returns:
-        Descriptions of what could not be removed.
     """
     parent = final.parent
     replaced = []
@@ -349,7 +400,7 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
         if successor.manifest is not None and is_kept:
             replaced.append(folder)
     unfinished = [folder for folder in parent.glob(f".*{PARTIAL}*.tmp") if _is_left_over(folder)]
-    return _remove([*parent.glob(f".*{PARTIAL}*.removed"), *unfinished, *replaced])
+    return [*parent.glob(f".*{PARTIAL}*.removed"), *unfinished, *replaced]
 
 
 def _is_left_over(folder: Path) -> bool:
@@ -364,18 +415,33 @@ def _is_left_over(folder: Path) -> bool:
     return ended
 
 
-def _remove(folders: Iterable[Path]) -> list[str]:
-    """Remove folders and return descriptions of what failed."""
-    problems = []
+def hide(folders: Iterable[Path]) -> tuple[list[Path], list[str]]:
+    """Give folders hidden names, since a half removed folder must not look like a checkpoint.
+
+    Returns:
+        The new paths, and descriptions of what failed.
+    """
+    hidden, problems = [], []
     for folder in folders:
-        # Renamed first: a half removed folder must not look like a checkpoint.
-        hidden = folder.name if folder.name.startswith(".") else f".{folder.name}"
-        doomed = folder.with_name(hidden if hidden.endswith(".removed") else f"{hidden}.removed")
+        name = folder.name if folder.name.startswith(".") else f".{folder.name}"
+        doomed = folder.with_name(name if name.endswith(".removed") else f"{name}.removed")
         try:
             if doomed != folder:
-                shutil.rmtree(doomed, ignore_errors=True)
+                if doomed.exists():  # from a save that was killed while it removed
+                    shutil.rmtree(doomed, ignore_errors=True)
                 folder.rename(doomed)
-            shutil.rmtree(doomed)
+            hidden.append(doomed)
+        except OSError as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    return hidden, problems
+
+
+def remove(folders: Iterable[Path]) -> list[str]:
+    """Remove folders with all that they hold, and return descriptions of what failed."""
+    problems = []
+    for folder in folders:
+        try:
+            shutil.rmtree(folder)
         except OSError as error:
             problems.append(f"{type(error).__name__}: {error}")
     return problems

@@ -26,6 +26,7 @@ from smp_runtime.checkpoint.files.opened_files import is_plain_name, local_path
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
 from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
 from smp_runtime.checkpoint.folder_lock import LOCK
+from smp_runtime.checkpoint.folder_transaction import FolderRemoval
 from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state
 from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.checkpoint.memory.copying import Copier
@@ -224,7 +225,7 @@ def newest_memory_checkpoint(session: Session) -> int | None:
 
 
 def wait_for_checkpoint(session: Session) -> None:
-    """Return when an asynchronous save is complete and named in ``newest``; at once when there is none.
+    """Return when an asynchronous save is complete and named in ``newest``, and the checkpoints that it replaces are removed.
 
     Raises:
         CheckpointError: it could not be written; the former checkpoint is still the newest.
@@ -234,6 +235,7 @@ def wait_for_checkpoint(session: Session) -> None:
         >>> smp.wait_for_checkpoint()
     """
     Saver.of(session).wait()
+    FolderRemoval.of(session).wait()
 
 
 def resume_from_checkpoint(
