@@ -92,6 +92,7 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         if not _recomputes():
             return forward(self, *args, **kwargs)
         if inputs is not None and inputs.is_on and _is_plain(self):
@@ -101,6 +102,7 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
 
     @functools.wraps(plain_offload)
     def offload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         if inputs is None or not _recomputes() or not any(isinstance(part, kind) for part in self.modules()):
             return plain_offload(self, *args, **kwargs)
         return inputs.call(next(self.children()), *args, **kwargs)
@@ -118,6 +120,7 @@ def _make_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         if _recomputes():
             args, kwargs = without_caches(function, args, kwargs)
         return original(function, *args, **kwargs)

@@ -56,6 +56,7 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
 
     @functools.wraps(original)
     def initialize(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True  # reports name the caller
         given = dict(zip(names[1:], args, strict=False)) | kwargs
         finish = given.pop("post_param_init_fn", None)
         # Units that PyTorch makes inside of another one leave experts out, as that one does.
@@ -200,6 +201,7 @@ def _install_fresh_casts() -> Callable[[], None]:
 
     @functools.wraps(former)
     def shard(module: Any, *args: Any, **given: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         made = former(module, *args, **given)
         for each in module if isinstance(module, (list, tuple)) else [module]:
             each.register_forward_pre_hook(_drop_casts, prepend=True)

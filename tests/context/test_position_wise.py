@@ -6,16 +6,18 @@ import copy
 
 import pytest
 import torch
-from support.ranks.context_threads import cut, run_context, whole_of
+from support.ranks.context_threads import cut, run_context, see_sequences, whole_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_runtime.context import functions
 from smp_runtime.context.position_wise import prepare
 
 B, T, D = 2, 24, 6
 
-functions.install()
+
+@pytest.fixture(autouse=True)
+def functions_see_sequences(monkeypatch):
+    see_sequences(monkeypatch)
 
 
 class TinyExperts(nn.Module):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
 from support.faults.planted import planted
+from support.ranks.context_threads import see_sequences
 from support.ranks.emulated import on_devices
 from support.training import emulated_training
 from support.training.emulated_training import PATHS
@@ -333,7 +335,65 @@ PROGRAMS = [
 def test_faults_of_small_programs_are_found(program):
     with pytest.raises(StreamFault) as raised, emulated(seed=2):
         program()
-    assert str(raised.value).count(f"in {program.__name__}") >= 2
+    lines = re.findall(r"\.py:\d+ in (\w+)", str(raised.value))
+    assert len(lines) >= 2
+    assert set(lines) == {program.__name__}
+
+
+def _used_before_it_is_updated():
+    side = torch.cuda.Stream()
+    layer = torch.nn.Linear(4, 4, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+def _clipped_before_it_is_computed():
+    side = torch.cuda.Stream()
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    with torch.cuda.stream(side):
+        weight.grad = torch.ones(4, device="cuda")
+    torch.nn.utils.clip_grad_value_([weight], 0.5)
+
+
+def _multiplied_before_it_is_made():
+    layer = torch.nn.Linear(4, 4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return layer(torch.ones(2, 4, device="cuda"))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Functions of the runtime in the place of PyTorch's."""
+    from smp_runtime.fp8 import choosing
+    from smp_runtime.optim.clipping import _Clipping, wrapped_function
+    from smp_runtime.tensors.lazy_dynamo import _differentiable_if_asked
+
+    see_sequences(monkeypatch)
+    step = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", _differentiable_if_asked(step.__wrapped__, step, threading.Event()))
+    cell = wrapped_function(torch.nn.utils.clip_grad_value_)
+    without_session = _Clipping(set())
+    monkeypatch.setattr(cell, "cell_contents", without_session.clamping(cell.cell_contents))
+    choosing.install()
+    yield
+    choosing.uninstall()
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    "program",
+    [
+        _changed_while_it_is_copied,
+        _used_before_it_is_updated,
+        _clipped_before_it_is_computed,
+        _multiplied_before_it_is_made,
+    ],
+    ids=lambda program: program.__name__.strip("_"),
+)
+def test_lines_are_those_of_the_program_behind_functions_in_the_place_of_pytorchs(program):
+    test_faults_of_small_programs_are_found(program)
 
 
 def test_an_error_that_a_program_catches_is_raised_at_the_end():

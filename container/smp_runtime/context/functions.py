@@ -32,6 +32,7 @@ _PASSING = "torch.distributed.fsdp."
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Run a function on slices or on whole sequences, if there are any among its arguments."""
+    __tracebackhide__ = True  # reports name the caller
     call = _original.__get__(None, cls)
     found = sequences_in((args, kwargs))
     if not found:
@@ -86,6 +87,7 @@ def _pass(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _call_whole(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Run a function on whole tensors, or on slices that stand for them."""
+    __tracebackhide__ = True  # reports name the caller
     call = _original.__get__(None, cls)
     found = sequences_in((args, kwargs))
     if not found:
@@ -112,6 +114,7 @@ def _get_inputs(frame: Any, get: Callable[..., list[Any]]) -> list[Any]:
 def _with_slices(method: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def changed(frame: Any, *args: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         return change(frame, method, *args)
 
     return changed

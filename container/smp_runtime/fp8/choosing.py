@@ -97,6 +97,7 @@ def uninstall() -> None:
 
 def _make_forward(original: Callable[..., torch.Tensor], *, is_transposed: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        __tracebackhide__ = True  # reports name the caller
         call = current.find_call(self)
         if call is None:
             return original(self, input)

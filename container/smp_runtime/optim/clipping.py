@@ -130,6 +130,7 @@ class _Clipping:
         def measure(
             tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
         ) -> torch.Tensor:
+            __tracebackhide__ = True  # reports name the caller
             self._measured.norm_type, self._measured.error_if_nonfinite = norm_type, error_if_nonfinite
             made: torch.Tensor = original(tensors, norm_type, False, foreach)
             return made
@@ -141,6 +142,7 @@ class _Clipping:
 
         @functools.wraps(original)
         def scale(parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+            __tracebackhide__ = True  # reports name the caller
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = self._clipped(parameters, float(max_norm), self._measured.norm_type)
             found = total_norm if norm is None else norm
@@ -164,6 +166,7 @@ class _Clipping:
             error_if_nonfinite: bool = False,
             foreach: bool | None = None,
         ) -> Any:
+            __tracebackhide__ = True  # reports name the caller
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = self._clipped(parameters, float(max_norm), norm_type)
             if norm is None:
@@ -181,6 +184,7 @@ class _Clipping:
         def total(
             tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
         ) -> torch.Tensor:
+            __tracebackhide__ = True  # reports name the caller
             tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             norm = self._total(tensors, float(norm_type))
             if norm is None:
@@ -198,6 +202,7 @@ class _Clipping:
 
         @functools.wraps(original)
         def scale(parameters: Any, max_norm: Any, total_norm: Any, foreach: bool | None = None) -> None:
+            __tracebackhide__ = True  # reports name the caller
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             model, optimizer = self._owner(parameters)
             session = self._session()
@@ -214,6 +219,7 @@ class _Clipping:
 
         @functools.wraps(original)
         def clamp(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+            __tracebackhide__ = True  # reports name the caller
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             _, optimizer = self._owner(parameters)
             if optimizer is None:

@@ -58,6 +58,7 @@ def _differentiable_if_asked(
 
     @functools.wraps(step)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         if is_loaded.is_set():
             return decorated(self, *args, **kwargs)
         with torch.set_grad_enabled(self.defaults["differentiable"]):

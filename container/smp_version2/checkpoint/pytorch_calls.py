@@ -45,6 +45,7 @@ def _take_group(original: Callable[..., dict[str, Any]]) -> Any:
         planner: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
+        __tracebackhide__ = True  # reports name the caller
         if process_group is None:
             return original(model_state_dict, optimizer_key, storage_reader, planner)
         return load_sharded_optimizer_state(model_state_dict, optimizer_key, storage_reader, process_group)
@@ -59,6 +60,7 @@ def _take_global_rank(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         given = signature.bind(*args, **kwargs).arguments
         group, rank = given.get("process_group"), given.get("coordinator_rank", 0)
         if group is not None and rank >= dist.get_world_size(group) and rank in (ranks := list_ranks(group)):
@@ -74,6 +76,7 @@ def _take_uneven_shards(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         given = signature.bind(*args, **kwargs).arguments
         return original(**{**given, "planner": choose_planner(given.get("planner"), check_keys_matched=True)})
 

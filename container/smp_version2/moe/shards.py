@@ -142,6 +142,7 @@ def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
 
     @functools.wraps(inner)
     def shard(module: Any, **given: Any) -> Any:
+        __tracebackhide__ = True  # reports name the caller
         outermost = module if isinstance(module, (list, tuple)) else [module]
         experts = [each for root in outermost for each in find_unsharded(root)]
         if experts and given.get("mesh") is not None:

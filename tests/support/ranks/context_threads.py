@@ -6,16 +6,32 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 
-from smp_runtime.context import rules  # noqa: F401 - it registers them
+from smp_runtime.context import (
+    functions,
+    rules,  # noqa: F401 - it registers them
+)
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
 from smp_runtime.context.sequence import ShardedSequence
 
+if TYPE_CHECKING:
+    import pytest
+
 _PATIENCE = 60.0
+
+
+def see_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch's functions see sequences during a test alone: other tests of the process have none."""
+    of_checkpoints = torch.utils.checkpoint._CheckpointFrame
+    replaced = ((torch.autograd.Function, "apply"), (of_checkpoints, "save_inputs"), (of_checkpoints, "get_inputs"))
+    for owner, name in replaced:
+        monkeypatch.setattr(owner, name, vars(owner)[name])  # which is put back
+    functions.install()
 
 
 class _Ended:

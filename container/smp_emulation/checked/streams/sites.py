@@ -21,6 +21,10 @@ _INSIDE = (
 )
 
 
+#: Local variable of functions that stand in for PyTorch's, or for others', and hand calls on: a convention that pytest knows too.
+_MARK = "__tracebackhide__"
+
+
 class _BackwardCaller(threading.local):
     #: The line that has started a backward pass, on the thread that runs it.
     caller: str | None = None
@@ -32,12 +36,13 @@ _here = _BackwardCaller()
 def find_site() -> str:
     """Return the innermost line of the running thread outside PyTorch and this package.
 
-    The form is ``folder/file.py:12 in function``.
+    Functions with a local variable ``__tracebackhide__`` are skipped too. The form is ``folder/file.py:12 in function``.
     """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_INSIDE):
+        is_passed = code.co_filename.startswith(_INSIDE) or _MARK in code.co_varnames
+        if not is_passed:
             path = "/".join(Path(code.co_filename).parts[-2:])
             return f"{path}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]  # None ends it
