@@ -61,17 +61,21 @@ class Alone(Training):
         replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
         first, total = self._written_values(), 0.0
         for replica in reversed(range(replicas)):  # those of the first stay
-            self._take(self._statistics.get(replica, first) if replica else first)
+            own = self._statistics.get(replica, []) if replica else []
+            self._take([*own, *first[len(own) :]])
             for number in range(microbatches):
                 piece = part(part(batch, replica, replicas), number, microbatches)
                 loss = loss_of(*piece)
                 use(loss, replicas * microbatches)
                 total += float(loss.detach()) / (replicas * microbatches)
-            self._statistics[replica] = self._written_values()
+            self._statistics[replica] = [buffer.clone() for buffer in self.model.buffers()]
         return total
 
     def _written(self) -> list[torch.Tensor]:
-        """Return what forward passes may write into, which each replica has for itself."""
+        """Return what forward passes may write into: first buffers, which each replica has for itself.
+
+        Parameters are equal on all replicas, whether a forward pass or the script has written into them.
+        """
         return [*self.model.buffers(), *(self.model.get_parameter(name).data for name in self.net.writes)]
 
     def _written_values(self) -> list[torch.Tensor]:
@@ -94,10 +98,16 @@ class Alone(Training):
     def write_buffers(self, step: int) -> None:
         """See :class:`Training`; every replica writes into its own."""
         super().write_buffers(step)
-        for statistics in self._statistics.values():
-            for value in statistics:
-                if value.is_floating_point():
-                    value.mul_(0.75)
+        self._scale_statistics(0.75)
+
+    def load_again(self, factor: float = 1.0) -> None:
+        """See :class:`Training`; every replica loads its own buffers."""
+        super().load_again(factor)
+        self._scale_statistics(factor)
+
+    def _scale_statistics(self, factor: float) -> None:
+        for values in self._statistics.values():  # in new tensors: those of inference mode cannot be written
+            values[:] = [value * factor if value.is_floating_point() else value for value in values]
 
     def resume_partial(self, step: int) -> None:
         """One process goes on; replicas have the running statistics of the first."""

@@ -149,6 +149,14 @@ FIXED = {
     "one microbatch moves a sharded parameter that another's graph has": Case(
         topology="pp2-s2", microbatches=2, schedule="simple", net="follower"
     ),
+    "every replica scores what the script writes into frozen parameters that forward moves": Case(
+        topology="dp2", net="follower",
+        events=(Event(3, "change_weights"), Event(3, "evaluate"), Event(4, "swap_weights"), Event(4, "evaluate")),
+    ),
+    "and what it writes and loads into buffers of its own": Case(
+        topology="dp2", net="images",
+        events=(Event(3, "evaluate"), Event(3, "write_buffers"), Event(3, "reload_state"), Event(3, "evaluate")),
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 
@@ -203,6 +211,13 @@ def test_a_checkpointed_module_that_moves_sharded_parameters_is_refused(runner: 
     assert (outcome.kind, outcome.detail) == ("refused", "a checkpointed module moves its own sharded parameters")
     # The same write a second time is none.
     assert runner.run(Case(topology="s2", checkpointing="each", net="clamped")).kind == "equal"
+
+
+@pytest.mark.parametrize("kind", ["swap_weights", "change_weights", "reload_state"])
+def test_one_process_in_place_of_replicas_scores_as_with_the_whole_batch(kind: str) -> None:
+    case = Case(topology="one", net="follower", events=(Event(4, kind), Event(4, "evaluate")))
+    whole, replicas = Alone(case).run(), Alone(dataclasses.replace(case, topology="dp2")).run()
+    assert replicas.scores == pytest.approx(whole.scores, rel=1e-9)
 
 
 def test_every_value_is_drawn() -> None:
