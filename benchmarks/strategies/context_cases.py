@@ -1,4 +1,4 @@
-"""What context parallelism computes as one process does, here, in PyTorch's ``context_parallel`` and in Accelerate.
+"""Compare context parallelism with one process: this library's, PyTorch's ``context_parallel`` and Accelerate's.
 
     python benchmarks/strategies/context_cases.py                       # all cases on two ranks
     python benchmarks/strategies/context_cases.py --case "sliding window" --case "packed documents"
@@ -34,7 +34,7 @@ IGNORED = -100
 
 
 class Net(nn.Module):
-    """A layer of attention between projections, with what a case adds."""
+    """Attend between two projections, with the mask or mixer of a case."""
 
     def __init__(self, key_heads: int = HEADS, value_width: int = HIDDEN // HEADS, **options: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 def loss_of(out: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-    """Of a small model: cross-entropy if it has targets."""
+    """Return the loss of a small model: cross-entropy if it has targets."""
     return out.square().mean() if targets is None else F.cross_entropy(out.flatten(0, 1), targets.flatten())
 
 
@@ -139,7 +139,7 @@ def small_batch(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | Non
 
 
 def large(case: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model of Transformers and its batch, with labels that are shifted already."""
+    """Return a model of Transformers and its batch; its labels are shifted."""
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(1)
@@ -169,7 +169,7 @@ def large(case: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def large_loss(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> torch.Tensor:
-    """The sum of the losses of these tokens over the number of all targets."""
+    """Return the sum of these tokens' losses, divided by the number of all targets."""
     inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
     logits = model(**inputs).logits
     total = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum")
@@ -177,7 +177,7 @@ def large_loss(model: nn.Module, batch: dict[str, torch.Tensor], count: int) -> 
 
 
 def prepared(case: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A case's model, and the loss of a model on its whole batch."""
+    """Return a case's model, and a function for the loss on its whole batch."""
     if case in LARGE:
         model, batch = large(case)
         count = int((batch["shift_labels"] != IGNORED).sum())
@@ -195,7 +195,7 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 
 def one_process(case: str) -> tuple[float, torch.Tensor]:
-    """Loss and change of the weights."""
+    """Return the loss and the change of the weights."""
     model, whole_loss = prepared(case)
     before = weights_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -206,7 +206,7 @@ def one_process(case: str) -> tuple[float, torch.Tensor]:
 
 
 def ours(case: str) -> tuple[float, torch.Tensor]:
-    """The same with this library; the model and the loss are those of one process."""
+    """Run a case with this library; model and loss are those of one process."""
     import smdistributed.modelparallel.torch as smp
 
     plain, whole_loss = prepared(case)
@@ -226,7 +226,7 @@ def ours(case: str) -> tuple[float, torch.Tensor]:
 
 
 def peer_loss(case: str, model: nn.Module, mesh: Any) -> tuple[torch.Tensor, Any]:
-    """This rank's loss, and the context that backward needs; the loss's sum over the ranks is that of the batch."""
+    """Return this rank's loss and the context for backward; the ranks' losses add up to the batch's."""
     from context_peers import cut
 
     stack = contextlib.ExitStack()

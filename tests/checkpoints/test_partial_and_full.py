@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pickle
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.models.models import TiedNet, token_batch
+from support.models.models import VOCABULARY, TiedNet, token_batch
 from support.training.rank_training import training_step
 from torch import nn
 
@@ -356,3 +357,28 @@ def test_a_full_model_that_is_asked_for_by_itself_has_no_optimizer_beside_it(tra
     smp.save_checkpoint(str(tmp_path), tag="c.pt", partial=False, model=model, optimizer=optimizer)
     assert (tmp_path / "b.pt_optimizer").read_bytes()
     assert (tmp_path / "c.pt_optimizer").read_bytes()
+
+
+def _load_behind_a_resume(path):
+    """Weights of zeros, loaded after a resume that waits for the first step; runs on every stage."""
+    import smdistributed.modelparallel.torch as smp
+
+    _, _, train = _setup()
+    train(0, 1)
+    smp.save_checkpoint(path, tag="one", partial=False)
+    smp.shutdown()
+    smp.init(STAGES)
+    model, _, train = _setup()
+    smp.resume_from_checkpoint(path, tag="one", partial=False)
+    with pytest.raises(SMPUserError, match="between a checkpoint's load and the first step"):
+        model.state_dict()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.module.state_dict().items()})
+    return train(1, 2)[0]
+
+
+STAGES = {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def test_a_state_that_is_loaded_behind_a_resume_counts(ranks, tmp_path):
+    for loss in ranks(_load_behind_a_resume, 2, str(tmp_path), config=STAGES):
+        assert loss == pytest.approx(math.log(VOCABULARY), abs=1e-9)  # all logits are zero
