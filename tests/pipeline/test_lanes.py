@@ -111,21 +111,21 @@ def test_ranks_that_answer_each_other_at_once_connect(ranks):
 
 def _alone(how: str) -> list[Any]:
     """Connect from rank 0 to rank 1, one of which does not take part or cannot; return what both learn."""
-    box = _transport(2, connects=False)
-    sends = box.transport.stage == 0
+    sends = dist.get_rank() == 0
     own = CollectiveChannel.open
 
     def refused(channel: CollectiveChannel, *args: Any) -> None:
         own(channel, *args)
         raise dist.DistBackendError("NCCL error: unhandled system error")
 
-    patches = contextlib.ExitStack()
-    if how == "error" and sends:
-        patches.enter_context(mock.patch.object(CollectiveChannel, "open", refused))
-    if how == "absent" and not sends:
-        patches.enter_context(mock.patch.object(PipelineTransport, "_begin_opening"))
-    os.environ["SMP_TIMEOUT_SECONDS"] = "1" if how == "absent" else "60"  # the old one comes back after the case
-    with patches:
+    with contextlib.ExitStack() as patches:
+        # Before there is a transport: the other rank may send as soon as it has its own.
+        if how == "error" and sends:
+            patches.enter_context(mock.patch.object(CollectiveChannel, "open", refused))
+        if how == "absent" and not sends:
+            patches.enter_context(mock.patch.object(PipelineTransport, "_begin_opening"))
+        box = _transport(2, connects=False)
+        os.environ["SMP_TIMEOUT_SECONDS"] = "1" if how == "absent" else "60"  # the old one comes back after the case
         if sends:
             box.transport.send(1, "tensor", [torch.ones(2)])
             result = [box.failed.get(timeout=PATIENCE)]
@@ -253,7 +253,7 @@ def _held_up() -> list[bool]:
         assert inside.wait(PATIENCE)
         plain = threading.Thread(target=box.transport.send, args=(other, "plain"), daemon=True)
         plain.start()
-        plain.join(5)
+        plain.join(PATIENCE / 2)
         passed = not plain.is_alive()
         release.set()
         poster.join(PATIENCE)
