@@ -292,6 +292,7 @@ def _no_memory(early):
     train(torch.ones(2, 4))
     seen = []
     with mock.patch.object(Announcement, "allocate", out_of_memory) if smp.rank() == 1 else mock.MagicMock():
+        smp.barrier()  # rank 0 would send a tensor before rank 1 refuses it
         if early and smp.rank() == 1:
             assert failed.wait(30)
         for _ in range(2):
