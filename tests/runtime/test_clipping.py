@@ -437,6 +437,26 @@ def test_pytorchs_clipping_is_that_of_one_process_for_parts_of_a_model_too(ranks
         assert "parameters of several models, or of none" in warnings[0]
 
 
+def _clipped_beside_others(clip):
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    net = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    own = [*net.module[0].parameters(), *net.module[1].parameters()]
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(own, lr=0.1), static_loss_scale=16.0)
+    former = net.module[1].bias.detach().clone()
+    net.backward((net(torch.arange(16.0).view(4, 4)) - torch.arange(4.0)).square().mean() + net.module[1].bias.sum())
+    getattr(nn.utils, clip)(net.parameters(), 0.01)
+    optimizer.step()
+    return float((net.module[1].bias.detach() - former).abs().max())
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_gradients_in_a_bucket_with_those_that_no_optimizer_has_are_clipped(ranks, clip):
+    for moved in ranks(_clipped_beside_others, 2, clip, config={"ddp": True, "fp16": True}):
+        assert 0 < moved <= 1.001e-3
+
+
 def test_pytorch_has_its_own_functions_back_after_the_session(solo):
     def functions():
         if RELEASE < (2, 6):

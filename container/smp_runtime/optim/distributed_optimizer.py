@@ -454,8 +454,8 @@ class DistributedOptimizer(SavedOptimizer):
         whole, shards = self._gradients_of(among)
         factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
         if factor is not None:
-            self._masters.scale_down(factor, shards)
             self._others(among).multiply(factor)
+            self._masters.scale_down(factor, shards)  # last: it notes versions, which gradients in one bucket share
 
     @torch.no_grad()
     def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:
@@ -465,8 +465,8 @@ class DistributedOptimizer(SavedOptimizer):
             return
         whole, shards = self._gradients_of(among)
         clamp([gradient for _, gradient in whole], limit)
-        self._masters.clamp(limit, shards, (others := self._others(among)).scale)
-        others.clamp(limit)
+        (others := self._others(among)).clamp(limit)
+        self._masters.clamp(limit, shards, others.scale)  # last, for the same reason
 
     def _others(self, among: Iterable[nn.Parameter] | None) -> OtherGradients:
         scale = self.loss_scale if self._ranks.cfg.fp16 else 1.0
