@@ -80,7 +80,7 @@ def run_rank(layers: int, hidden: int) -> None:
             "trained_bytes": trained - before,
             "created_over_shard": round((created - before) / (4 * elements / RANKS), 3),
             "trained_over_bound": round((trained - before) / (16 * elements / RANKS + 4 * MOST + 4 * MOST), 3),
-            "most_gathered": model.shards.live.peak,
+            "most_gathered": model.shards.scheduler.peak,
             "seconds": [round(created_at - start, 1), round(time.perf_counter() - created_at, 1)],
         },
         smp.WORLD,

@@ -123,7 +123,7 @@ def run_rank(case: str, transport: str, rounds: int, batch: int) -> None:
     bound = 3 * (s - 1) / s * size + 2 * (r - 1) / r * size / s
     ratios = [a / b for a, b in zip(times["ours"], times["peer"], strict=True)]
     if smp.rank() == 0:
-        live = ours.shards.live
+        live = ours.shards.scheduler
         result = {
             "case": case,
             "ranks": ranks,

@@ -21,7 +21,7 @@ from smp_emulation.checked.streams.faults import StreamFault
 from smp_runtime.errors import CheckpointError
 
 OFFLOADING = "smp_runtime.activations.offloading:"
-CHANNEL = "smp_runtime.pipeline.transport.tensor_channels:CollectiveChannel."
+CHANNEL = "smp_runtime.pipeline.transport.tensor_channels:GroupChannel."
 PHASES = "smp_runtime.smddp.streams:StreamGather."
 
 
@@ -121,7 +121,7 @@ ON_RANKS = {
         "reduction", "smp_runtime.comm.buckets:Reducing.finish", "self._work.wait()", "pass"
     ),
     "parameters used before they are gathered": Fault(
-        "sharding", "smp_runtime.sharding.unshard_prefetch:UnshardPrefetch._finish", "work.wait()", "pass"
+        "sharding", "smp_runtime.sharding.gather_scheduler:GatherScheduler._finish", "work.wait()", "pass"
     ),
     "gradients added before they have come": Fault(
         "sharding", "smp_runtime.sharding.sharded_gradients:PendingReduceScatter.finish", "work.wait()", "pass"

@@ -24,7 +24,7 @@ SEEDS = range(1, 51)
 FOUND_IN = 45
 
 REDUCING = ("smp_runtime.comm.buckets:Reducing.finish", "self._work.wait()", "pass")
-GATHERING = ("smp_runtime.sharding.unshard_prefetch:UnshardPrefetch._finish", "work.wait()", "pass")
+GATHERING = ("smp_runtime.sharding.gather_scheduler:GatherScheduler._finish", "work.wait()", "pass")
 MISSING = {"dp 2": REDUCING, "sdp 2": GATHERING, "dp 4": REDUCING}
 
 

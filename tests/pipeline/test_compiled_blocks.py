@@ -168,7 +168,7 @@ def _sharded(most, register):
         for block in blocks:  # by what they do when nothing is compiled
             vars(block).pop("forward", None)
         out = model(IDS)
-    gathered = model.shards.live.gathers
+    gathered = model.shards.scheduler.gathers
     return compiled, hooked, dict in kinds, [line for line in heard if "eagerly" in line], gathered, out
 
 

@@ -28,7 +28,7 @@ from smp_runtime.pipeline.transport import tensor_channels as channels
 from smp_runtime.pipeline.transport import transport
 from smp_runtime.pipeline.transport.pair_groups import PairGroup, pair_groups
 from smp_runtime.pipeline.transport.tensor_channels import (
-    CollectiveChannel,
+    GroupChannel,
     InlineChannel,
     channel_of,
     choose_channels,
@@ -112,16 +112,16 @@ def test_ranks_that_answer_each_other_at_once_connect(ranks):
 def _alone(how: str) -> list[Any]:
     """Connect from rank 0 to rank 1, one of which does not take part or cannot; return what both learn."""
     sends = dist.get_rank() == 0
-    own = CollectiveChannel.open
+    own = GroupChannel.open
 
-    def refused(channel: CollectiveChannel, *args: Any) -> None:
+    def refused(channel: GroupChannel, *args: Any) -> None:
         own(channel, *args)
         raise dist.DistBackendError("NCCL error: unhandled system error")
 
     with contextlib.ExitStack() as patches:
         # Before there is a transport: the other rank may send as soon as it has its own.
         if how == "error" and sends:
-            patches.enter_context(mock.patch.object(CollectiveChannel, "open", refused))
+            patches.enter_context(mock.patch.object(GroupChannel, "open", refused))
         if how == "absent" and not sends:
             patches.enter_context(mock.patch.object(PipelineTransport, "_begin_opening"))
         box = _transport(2, connects=False)
@@ -157,9 +157,9 @@ def test_a_group_that_does_not_work_is_named_with_its_error(ranks):
 def _failing_post() -> list[Any]:
     """The second tensor of a message cannot be sent; the other side must not wait for it, or for the message."""
     box = _transport(2)
-    post, posted = CollectiveChannel.post, []
+    post, posted = GroupChannel.post, []
 
-    def failing(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
+    def failing(channel: GroupChannel, tensor: torch.Tensor) -> None:
         posted.append(tensor)
         if len(posted) == 2:
             raise dist.DistBackendError("NCCL error: invalid usage")
@@ -167,7 +167,7 @@ def _failing_post() -> list[Any]:
 
     seen: list[Any] = []
     if box.transport.stage == 0:
-        with mock.patch.object(CollectiveChannel, "post", failing), pytest.raises(dist.DistBackendError):
+        with mock.patch.object(GroupChannel, "post", failing), pytest.raises(dist.DistBackendError):
             box.transport.send(1, "half", [torch.ones(3), torch.ones(4)])
         box.transport.send(1, "dropped")
         seen += [box.failed.get(timeout=PATIENCE), len(posted)]
@@ -196,7 +196,7 @@ def _dies_in_a_tensor(folder: str) -> None:
     """Rank 1 announces a tensor and dies; rank 0 waits for it in the process group."""
     box = _transport(2)
     if box.transport.stage == 1:
-        with mock.patch.object(CollectiveChannel, "post"):
+        with mock.patch.object(GroupChannel, "post"):
             box.transport.send(0, "announced", [torch.ones(1000)])
         assert box.control.receive(0) == "waits"
         os.kill(os.getpid(), signal.SIGKILL)
@@ -216,7 +216,7 @@ def _is_receiving() -> bool:
     for thread in threading.enumerate():
         frame = sys._current_frames().get(thread.ident or 0) if thread.name == "smp-from-1" else None
         while frame is not None:
-            if frame.f_code is CollectiveChannel._receive.__code__:
+            if frame.f_code is GroupChannel._receive.__code__:
                 return True
             frame = frame.f_back
     return False
@@ -240,14 +240,14 @@ def _held_up() -> list[bool]:
     box = _transport(2)
     other = 1 - box.transport.stage
     inside, release = threading.Event(), threading.Event()
-    post = CollectiveChannel.post
+    post = GroupChannel.post
 
-    def slow(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
+    def slow(channel: GroupChannel, tensor: torch.Tensor) -> None:
         inside.set()
         assert release.wait(PATIENCE)
         post(channel, tensor)
 
-    with mock.patch.object(CollectiveChannel, "post", slow):
+    with mock.patch.object(GroupChannel, "post", slow):
         poster = threading.Thread(target=box.transport.send, args=(other, "tensor", [torch.ones(2)]))
         poster.start()
         assert inside.wait(PATIENCE)
@@ -321,11 +321,11 @@ class _Sends:
         return self.works[-1]
 
 
-def _posting(device: torch.device, count: int) -> tuple[CollectiveChannel, list[Any], list[weakref.ref[torch.Tensor]]]:
+def _posting(device: torch.device, count: int) -> tuple[GroupChannel, list[Any], list[weakref.ref[torch.Tensor]]]:
     """A channel that has posted tensors, their works, and references to their memory."""
     sends = _Sends()
     with mock.patch.object(torch.cuda, "Stream"):
-        channel = CollectiveChannel(lambda *args: PairGroup(sends), 1, device, sends=True)
+        channel = GroupChannel(lambda *args: PairGroup(sends), 1, device, sends=True)
     channel._group = PairGroup(sends, 0.0)
     memories = []
     for _ in range(count):
@@ -496,5 +496,5 @@ def test_the_right_channel_for_each_device():
     assert [type(channel) for channel in choose_channels(CPU, 1, None, sends=True)] == [InlineChannel]
     assert [type(channel) for channel in choose_channels(cuda, 1, None, sends=True)] == [InlineChannel, InlineChannel]
     made = choose_channels(CPU, 1, pair_groups(connect_gloo_pair), sends=True)
-    assert [type(channel) for channel in made] == [InlineChannel, CollectiveChannel, InlineChannel]
+    assert [type(channel) for channel in made] == [InlineChannel, GroupChannel, InlineChannel]
     assert channel_of(torch.ones(1), made, CPU) == 2  # the group is not connected

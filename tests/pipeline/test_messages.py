@@ -58,7 +58,7 @@ def test_a_known_step_asks_for_nothing(ranks, stages):
         "Begin": once,
         "End": once,
         "ForwardCall": each_microbatch,
-        "Back": each_microbatch,
+        "BackwardCall": each_microbatch,
         "ValueMessage": 2 * each_microbatch,
     }
 
@@ -68,7 +68,7 @@ def test_messages_are_the_same_after_their_way():
 
     from smp_runtime.pipeline.transport import messages as protocol
     from smp_runtime.pipeline.transport.messages import (
-        Back,
+        BackwardCall,
         Done,
         ForwardCall,
         Modes,
@@ -87,7 +87,7 @@ def test_messages_are_the_same_after_their_way():
         ForwardCall(
             1, (0, 2), "layers.1", b"head", True, slots, modes, b"\x01", 3, False, b"digest", ((0, 1),), (name,)
         ),
-        Back(1, (0, 2), slots, True, True, True, None, (), ()),
+        BackwardCall(1, (0, 2), slots, True, True, True, None, (), ()),
         Reply("F", 1, (0, 2), b"head", slots, (True, False)),
         ValueMessage((name,)),
         Done("B", 1, (0, 2)),

@@ -115,7 +115,7 @@ def test_an_error_in_an_evaluation_leaves_nothing_gathered_and_training_goes_on(
             pair.model.module.fails = True
             with pytest.raises(KeyError):
                 pair.model(torch.ones(2, 8))
-        assert pair.model.shards.live.elements == 0
+        assert pair.model.shards.scheduler.elements == 0
         pair.model.module.fails = False
         pair.train(3, decorated=decorated)
         pair.check()

@@ -131,7 +131,7 @@ def _gradients(make, inputs, steps=3, **config):
     state = model.state_dict()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value, msg=lambda m, n=name: f"{n}: {m}")
-    return model.shards.live.peak
+    return model.shards.scheduler.peak
 
 
 def test_parameters_used_in_every_odd_way(ranks):
@@ -221,7 +221,7 @@ def test_an_error_in_forward_leaves_nothing_gathered_and_the_job_goes_on(ranks):
         model.module.fails = True
         with pytest.raises(KeyError):
             step(torch.ones(2, 8))
-        assert model.shards.live.elements == 0
+        assert model.shards.scheduler.elements == 0
         model.module.fails = False
         step(torch.ones(2, 8))
         check_sharded(model)

@@ -47,7 +47,7 @@ def _trained(hosts=1):
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    live = model.shards.live
+    live = model.shards.scheduler
     calls = list(watched.calls)
     return {
         "weights": model.state_dict(),
@@ -135,7 +135,7 @@ def test_a_module_above_the_cap_is_divided_and_one_layer_above_it_gathered_alone
         torch.manual_seed(0)
         model, said = heard(lambda: smp.DistributedModel(Blocks()))
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        live, together = model.shards.live, []
+        live, together = model.shards.scheduler, []
         start = live._start
 
         def started(unit):
@@ -199,7 +199,7 @@ def test_what_is_needed_at_once_above_the_cap_is_gathered_and_named_once(ranks):
                 torch.testing.assert_close(found, wanted)
                 found.sum().backward()
 
-        return heard(twice)[1], model.shards.live.peak, model.shards.live.elements
+        return heard(twice)[1], model.shards.scheduler.peak, model.shards.scheduler.elements
 
     config = settings(Blocks(), 2, sdp_max_live_parameters=72)
     for rank, (said, peak, left) in enumerate(ranks(run, 2, config=config)):

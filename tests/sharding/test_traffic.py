@@ -245,7 +245,7 @@ def test_gathered_elements_stay_below_the_cap_with_microbatches_and_prefetch(ran
         import smdistributed.modelparallel.torch as smp
 
         model = smp.DistributedModel(Uneven())
-        live, seen = model.shards.live, []
+        live, seen = model.shards.scheduler, []
         original = live._start
 
         def watched(unit):

@@ -25,8 +25,8 @@ from smp_runtime.tensors.torch_private import (
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from smp_runtime.sharding.gather_scheduler import GatherScheduler
     from smp_runtime.sharding.sharded_gradients import ShardedGradients
-    from smp_runtime.sharding.unshard_prefetch import UnshardPrefetch
 
 
 @dataclasses.dataclass
@@ -111,12 +111,12 @@ class ModuleUses:
         self,
         module: nn.Module,
         units: Sequence[ShardedUnit],
-        live: UnshardPrefetch,
+        scheduler: GatherScheduler,
         gradients: ShardedGradients,
         *,
         in_order: bool = True,
     ) -> None:
-        self.live = live
+        self.scheduler = scheduler
         self.gradients = gradients
         self._in_order = in_order
         #: Uses since the last backward pass began, in the order in which their calls ended.
@@ -222,7 +222,7 @@ class ModuleUses:
         # Recomputation finds its unit gathered. It must request nothing: ranks with a loss that leaves the unit out do not
         # recompute, and collectives must be the same on all ranks.
         if unit.calls == 0 and not (unit.ready and unit.open_uses and backward_pass() != -1):
-            self.live.need(unit)
+            self.scheduler.need(unit)
         # Of this thread: in a pipeline others may be inside calls of the same unit.
         is_inner = any(unit in outer.units for outer in self._calls.running if outer is not call)
         use = UnitUse(start=call.start, is_inner=is_inner)
@@ -263,7 +263,7 @@ class ModuleUses:
         # An error in between leaves units that were not entered yet.
         for unit in call.units[: len(call.uses)]:
             unit.calls -= 1
-            self.live.done(unit)
+            self.scheduler.done(unit)
         return output
 
     def read(self, parameter: torch.Tensor) -> None:
@@ -363,7 +363,7 @@ class ModuleUses:
         now.held.setdefault(id(unit), set()).add(use)
         unit.quiet = False
         if use.saved is not False:
-            self.live.need(unit)
+            self.scheduler.need(unit)
 
     def backward_passes(self, unit: ShardedUnit, use: UnitUse) -> None:
         """Handle the gradient of one input, while gradients of other inputs are missing.
@@ -384,7 +384,7 @@ class ModuleUses:
             return
         unit.open_uses.discard(use)
         unit.quiet = unit.quiet and bool(unit.open_uses)
-        self.live.done(unit)
+        self.scheduler.done(unit)
 
     def _running_pass(self) -> _Pass:
         """Return the running backward pass; begin it if this is the first use that it reaches."""
@@ -457,7 +457,7 @@ class ModuleUses:
         unit.open_uses -= now.held.pop(id(unit), set())
         if not unit.open_uses:
             unit.forget_uses()
-            self.live.done(unit)
+            self.scheduler.done(unit)
 
     # -- what autograd saves ---------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class ModuleUses:
                 return packed
             me = weak()
             if me is not None and not packed.unit.ready:
-                me.live.need(packed.unit)
+                me.scheduler.need(packed.unit)
             return packed.tensor
 
         before, self._calls.pack = self._calls.pack, pack

@@ -10,7 +10,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.flag_all_reduce import FlagAllReduce
-from smp_runtime.sharding.unshard_prefetch import GatherTrace, refuse_unequal, sharing_positions
+from smp_runtime.sharding.gather_scheduler import GatherTrace, refuse_unequal, sharing_positions
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
+from smp_runtime.sharding.gather_scheduler import GatherScheduler, warn_of_large_units
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.requests import GatherRequests
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
-from smp_runtime.sharding.unshard_prefetch import UnshardPrefetch, warn_of_large_units
 from smp_runtime.sharding.wrap_policy import ShardingOptions, is_sharded, plan_units
 from smp_runtime.tensors.parameter_attributes import get_data, own
 from smp_runtime.tensors.torch_private import before_loading
@@ -91,11 +91,11 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         speaks = ranks.rank_in(Group.DP) == 0  # of each stage
         if speaks:
             warn_of_large_units(self.units, self.options.max_live)
-        self.live = UnshardPrefetch(self.units, gathering, self.options.max_live, speaks=speaks)
+        self.scheduler = GatherScheduler(self.units, gathering, self.options.max_live, speaks=speaks)
         trained = [unit for unit in self.units if unit.trained]
         bucket_elements = self.options.bucket_elements
         self.gradients = ShardedGradients(
-            trained, ranks, self.live.trace, gathering.shard_of, bucket_elements, precision.reduce
+            trained, ranks, self.scheduler.trace, gathering.shard_of, bucket_elements, precision.reduce
         )
         owner = ShardOwner(self, self.script_gradients)
         self._warns_of_reads = speaks
@@ -107,7 +107,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             unit.detach()
             unit.mark_parameters()
         in_order = ranks.size(Group.PP) == 1
-        self.uses = ModuleUses(module, self.units, self.live, self.gradients, in_order=in_order)
+        self.uses = ModuleUses(module, self.units, self.scheduler, self.gradients, in_order=in_order)
         self._follow_writes(module)
         self._reads = StateReads(module, self.uses, degree)
         self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
@@ -158,7 +158,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def fill(self, unit: ShardedUnit) -> bool:
         """Fill a unit's parameters with this rank's part of the values; return whether they had no memory."""
         if unit.work is not None:
-            self.live.free(unit)
+            self.scheduler.free(unit)
         if unit.ready:
             return False
         unit.fill_from_shard()
@@ -169,7 +169,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         unit, index = self._where[parameter]
         check_shape(f"a parameter of {unit.name or 'the model'}", unit.shapes[index], value)
         if unit.work is not None:
-            self.live.free(unit)
+            self.scheduler.free(unit)
         unit.assign(index, value.detach())
         shard = self.optimizer_shards.get(parameter)
         if shard is not None:
@@ -230,7 +230,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     @contextlib.contextmanager
     def on_request(self) -> Iterator[None]:
         """Run an evaluation that differs between ranks in the block; every rank of the sharding group enters it."""
-        with self.live.on_request(GatherRequests(self._ranks)):
+        with self.scheduler.on_request(GatherRequests(self._ranks)):
             yield
         self.uses.reset()
 
@@ -238,9 +238,9 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         """Begin a training step, an evaluation or another repeated window; free anything left over."""
         self.adopt_writes()
         self.uses.reset()
-        self.live.free_all()
+        self.scheduler.free_all()
         self.gradients.begin_window()
-        self.live.order.begin(kind)
+        self.scheduler.order.begin(kind)
 
     def finish_window(self, *, reduces: bool) -> None:
         """End the window: sum gradients over the group, and over all replicas if ``reduces``."""
@@ -248,8 +248,8 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         if reduces:
             for unit, reduced, used in self.gradients.ready():
                 self._hand_out(unit, reduced, used)
-        self.live.order.end()
-        self.live.free_all()
+        self.scheduler.order.end()
+        self.scheduler.free_all()
         self.gradients.touched = False
 
     def abandon_window(self) -> None:
@@ -270,7 +270,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def release(self) -> None:
         """Free units that a forward pass without backward has left gathered, since shards change."""
         for unit in self.units:
-            self.live.free(unit)
+            self.scheduler.free(unit)
 
     def clear_gradients(self, *, to_zero: bool = False) -> None:
         """Forget the gradients of this rank's shards, those under way too; see :meth:`.FlatShards.clear_gradients`."""
@@ -299,12 +299,12 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             if not asked:
                 continue
             was_there = unit.ready
-            self.live.fetch_exact(unit)
+            self.scheduler.fetch_exact(unit)
             try:
                 values = [parameter.detach().to("cpu", copy=True) for parameter in asked if keep]
             finally:
                 if not was_there:
-                    self.live.free(unit)
+                    self.scheduler.free(unit)
             if keep:
                 yield from zip(asked, values, strict=True)
 
@@ -352,7 +352,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 me = weak()
                 for unit in units:
                     if me is not None:  # a forward pass without backward leaves some gathered or under way
-                        me.live.free(unit)
+                        me.scheduler.free(unit)
                     if not unit.ready:
                         unit.fill_from_shard()
 

@@ -64,8 +64,8 @@ def check_sharded(model) -> None:
     """At least 95 % of the elements are sharded, and no more than the cap were ever gathered."""
     sharded, whole = model.shards.elements
     assert sharded >= 0.95 * (sharded + whole)
-    assert model.shards.live.peak <= model.shards.options.max_live
-    assert model.shards.live.elements == 0
+    assert model.shards.scheduler.peak <= model.shards.options.max_live
+    assert model.shards.scheduler.elements == 0
 
 
 def train(make, optimizer, steps: int, batch: int, passes: int = 1, dtype=torch.float32, check=True) -> dict:

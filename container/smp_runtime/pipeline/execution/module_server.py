@@ -22,7 +22,7 @@ from smp_runtime.pipeline.execution.output_metadata_cache import (
 from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
-from smp_runtime.pipeline.transport.messages import Back, ForwardCall, Reply, TensorSlot
+from smp_runtime.pipeline.transport.messages import BackwardCall, ForwardCall, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.remote_tensor import Path, RemoteTensor, TensorMetadata
 from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
@@ -118,7 +118,7 @@ class ModuleServer:
         self._direct("F", task, call.goes)
         self._add("F", task, call.slots)
 
-    def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
+    def accept_backward(self, caller: int, back: BackwardCall, tensors: Sequence[torch.Tensor]) -> None:
         """Accept a request to run a module's backward pass."""
         self._context.values.put_all(back.inline, tensors)
         task = Task(
@@ -279,7 +279,7 @@ class ModuleServer:
             self._remember(outcome)
             self._reply(task, head, slots, touched)
 
-    def _backward(self, task: Task, back: Back) -> None:
+    def _backward(self, task: Task, back: BackwardCall) -> None:
         self._begins(back.microbatch)
         current_record().enter(BACKWARD, back.microbatch)
         with self._context.lock:
@@ -305,7 +305,7 @@ class ModuleServer:
             self._remember(outcome)
             self._reply(task, b"", made.slots, ())
 
-    def _run_backward(self, graph: SavedGraph, back: Back) -> Sequence[torch.Tensor | None]:
+    def _run_backward(self, graph: SavedGraph, back: BackwardCall) -> Sequence[torch.Tensor | None]:
         """Run a graph, and return the gradients of the arguments that require them.
 
         The result is empty if no path leads to such an argument.
@@ -330,7 +330,7 @@ class ModuleServer:
             )
         return ()
 
-    def _gradients(self, back: Back, gradients: Sequence[torch.Tensor | None]) -> Made:
+    def _gradients(self, back: BackwardCall, gradients: Sequence[torch.Tensor | None]) -> Made:
         """Return the gradients of a call's arguments: each is made here, a value of an inner call, or None."""
         slots: list[TensorSlot | None] = []
         found: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
     Ask,
-    Back,
+    BackwardCall,
     Begin,
     Deliver,
     Diverged,
@@ -158,7 +158,7 @@ class Pipeline:
         context, server, running_step = self.context, self.server, self._running_step
         return {
             ForwardCall: server.accept_call,
-            Back: server.accept_back,
+            BackwardCall: server.accept_backward,
             Reply: lambda sender, reply, tensors: context.replied(reply),
             ValueMessage: lambda sender, value, tensors: context.values.put_all(value.names, tensors),
             Deliver: lambda sender, wanted, tensors: context.values.deliver(wanted.name, wanted.stage),

@@ -18,7 +18,7 @@ from smp_runtime.pipeline.execution.output_metadata_cache import (
     outcome_of,
 )
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
-from smp_runtime.pipeline.transport.messages import Back, ForwardCall, GroupCall, Modes, Reply, TensorSlot
+from smp_runtime.pipeline.transport.messages import BackwardCall, ForwardCall, GroupCall, Modes, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.remote_tensor import Name, Path, RemoteTensor, TensorMetadata
 from smp_runtime.tensors.torch_private import DisableTorchFunction, backward_pass, will_run
@@ -289,7 +289,7 @@ class RemoteCall:
         here = {(index, context.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
         goes = tuple(sorted(here | learned.goes if learned.is_known else here))
         context.opens(task, "B", self._path)
-        message = Back(
+        message = BackwardCall(
             self._microbatch,
             self._path,
             tuple(slots),

@@ -60,7 +60,7 @@ class ForwardCall(NamedTuple):
     inline: tuple[Name, ...]
 
 
-class Back(NamedTuple):
+class BackwardCall(NamedTuple):
     """A request to run a call's backward pass, from the gradients of its outputs. Tensors: those named in ``inline``."""
 
     microbatch: int
@@ -205,7 +205,7 @@ class Fail(NamedTuple):
 Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
 
 _KINDS: tuple[Any, ...] = (
-    *(ValueMessage, ForwardCall, Back, Done, Release, Reply, Deliver),
+    *(ValueMessage, ForwardCall, BackwardCall, Done, Release, Reply, Deliver),
     *(Begin, Diverged, End, Record, Fail),
     *(Ask, StageProgress, Turn),
 )
@@ -213,7 +213,7 @@ _KINDS: tuple[Any, ...] = (
 UNCOUNTED = (Ask, StageProgress, Turn)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 #: Position of the slots in the messages that have any.
-_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (ForwardCall, Back, Reply)}
+_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (ForwardCall, BackwardCall, Reply)}
 _MODES = ForwardCall._fields.index("modes")
 
 

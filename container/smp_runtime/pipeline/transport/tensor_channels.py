@@ -233,7 +233,7 @@ _Leaving = deque[tuple[dist.Work, torch.Tensor]]
 _unfinished: list[tuple[dist.Work, torch.Tensor]] = []
 
 
-class CollectiveChannel(TensorChannel):
+class GroupChannel(TensorChannel):
     """``torch.distributed`` messages in a process group that only this direction between two ranks uses.
 
     It is closed until :meth:`open` has run on both ranks. Until then tensors take another channel.
@@ -403,7 +403,7 @@ def choose_channels(
         return (instead[-1](peer),)
     host = InlineChannel(_CPU)
     if make_group is not None:
-        return host, CollectiveChannel(make_group, peer, device, sends=sends), InlineChannel(device)
+        return host, GroupChannel(make_group, peer, device, sends=sends), InlineChannel(device)
     return (host,) if device.type == "cpu" else (host, InlineChannel(device))
 
 
@@ -438,7 +438,7 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def open_channel(channel: CollectiveChannel, name: str, ends: tuple[int, int], seconds: float) -> None:
+def open_channel(channel: GroupChannel, name: str, ends: tuple[int, int], seconds: float) -> None:
     """Open this end of a channel, on a thread that nothing waits for.
 
     Args:

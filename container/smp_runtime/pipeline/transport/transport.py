@@ -21,7 +21,7 @@ from smp_runtime.pipeline.transport.connections import connect_all
 from smp_runtime.pipeline.transport.peer import ConnectionReader, Ended, Peer, write_pieces
 from smp_runtime.pipeline.transport.tensor_channels import (
     Announcement,
-    CollectiveChannel,
+    GroupChannel,
     MakeGroup,
     TensorChannel,
     announce,
@@ -310,7 +310,7 @@ class PipelineTransport:
         peer.opening.append(opening)
         opening.start()
 
-    def _open(self, peer: Peer, channel: CollectiveChannel, name: str, ends: tuple[int, int]) -> None:
+    def _open(self, peer: Peer, channel: GroupChannel, name: str, ends: tuple[int, int]) -> None:
         try:
             open_channel(channel, name, ends, timeout_seconds())
         except BaseException as error:

@@ -27,7 +27,7 @@ logger = logging.getLogger("smp")
 LOOKAHEAD = 2
 
 
-class UnshardPrefetch:
+class GatherScheduler:
     """The scheduler that decides which units are gathered.
 
     All ranks of a sharding group need the same units in the same order, so they gather in the same order; except inside
