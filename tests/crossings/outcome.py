@@ -32,6 +32,7 @@ REFUSALS: dict[str, str] = {
     r"has written into \d+ tensors, or their gradients": "a script writes into late tensors before a pipeline's first step",
     r"writes into sharded parameters in its forward pass": "a checkpointed module moves its own sharded parameters",
     r"was called again on stage \d+ in backward, by a checkpointed region around it": "a model checkpoints across stages",
+    r"gradients of \d+ parts of parameters after update_master_grads": "fp16: a script scales gradients behind their clipping",
     r"was frozen when the model was wrapped and has requires_grad now": "a layer frozen before smp.reshape trains again",
 }
 
