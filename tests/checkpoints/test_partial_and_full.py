@@ -139,6 +139,7 @@ def test_a_plain_file_of_another_library_loads_through_a_translation(trained, tm
 def test_only_the_wanted_number_is_kept_and_the_newest_named(trained, tmp_path):
     for tag in ("1", "2", "3", "2"):
         smp.save_checkpoint(str(tmp_path), tag=tag, num_kept_partial_checkpoints=2)
+    smp.wait_for_checkpoint()
     assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "2_partial", "3_partial", "newest"]
     assert (tmp_path / "newest").read_text() == "2_partial"
 
@@ -213,6 +214,7 @@ def test_hosts_with_folders_of_their_own_each_keep_them_in_order(ranks, tmp_path
             model.module[0].norm.bias.fill_(5.0)
         assert smp.resume_from_checkpoint(mine) == {"tag": "b"}
         assert not model.module[0].norm.bias.eq(5.0).any()
+        smp.wait_for_checkpoint()
 
     ranks(run, 2, str(tmp_path), init=False)
     for host, rng in (("algo-1", "rng_0.pt"), ("algo-2", "rng_1.pt")):

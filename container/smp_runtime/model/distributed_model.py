@@ -275,7 +275,7 @@ class DistributedModel(WrappedModule):
         for optimizer in self._session.optimizers:
             optimizer.bind(self)
         self._state.load_what_waited()
-        self._stages.start()
+        self._stages.start(self._placed.shards)
         for hook in list(self._post_partition_hooks.values()):
             hook(self, self._session.optimizer)
 

@@ -155,8 +155,8 @@ class Stages:
         self.part.stage_of = assignment.stage_of
         self.part.registry.place_stages(assignment.stage_of)
 
-    def start(self) -> None:
-        """Start the pipeline, after this rank's part has been placed."""
+    def start(self, shards: ShardedParameters | None) -> None:
+        """Start the pipeline, after this rank's part has been placed, with these sharded parameters."""
         ranks, assignment = self._ranks, self.assignment
         if assignment is None:
             raise AssertionError("the model was not assigned to stages")
@@ -177,6 +177,7 @@ class Stages:
                 replica=ranks.rank_in(Group.BATCH_DP),
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
+                runs_forward=contextlib.nullcontext if shards is None else shards.forward,
                 share=self._sharing(),
                 meet=self._meeting(),
                 repeatable=ranks.cfg.deterministic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -158,6 +159,30 @@ class RoundingGather(Protocol):
         ...
 
 
+class SavedView:
+    """A view of a unit's whole that autograd keeps; valid whenever the unit is gathered.
+
+    Args:
+        unit: of the view.
+        tensor: the view.
+
+    Attributes:
+        unit: None once the tensor is a copy.
+        tensor: the view, or the copy.
+    """
+
+    def __init__(self, unit: ShardedUnit, tensor: torch.Tensor) -> None:
+        self.unit: ShardedUnit | None = unit
+        self.tensor = tensor
+        unit.saved.add(self)
+
+    def keep(self) -> None:
+        """Copy the tensor, since the unit gets other values. The unit is gathered."""
+        with torch.no_grad():
+            self.tensor = self.tensor.clone()
+        self.unit = None
+
+
 class ShardedUnit(FlatUnit):
     """A flat unit that each rank keeps only its shard of; all ranks have the whole while it is used.
 
@@ -179,6 +204,7 @@ class ShardedUnit(FlatUnit):
         open_uses: calls between the beginning and the end of their backward.
         quiet: backward has passed the calls, but not all gradients have come.
         saves: how often autograd has saved a view of the parameters.
+        saved: the views that autograd still keeps, of the values that the unit has now.
         forward_uses: calls since backward has last passed all of them.
         called: when the unit was first called in this window, in ticks; 0 if it was not.
         uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
@@ -220,6 +246,7 @@ class ShardedUnit(FlatUnit):
         self.open_uses: set[UnitUse] = set()
         self.quiet = False
         self.saves = 0
+        self.saved: weakref.WeakSet[SavedView] = weakref.WeakSet()
         self.forward_uses = 0
         self.called = 0
         self.uses_per_pass = 0
@@ -323,6 +350,7 @@ class ShardedUnit(FlatUnit):
         for parameter, view in zip(self.parameters, self._views, strict=True):
             data = get_data(parameter)
             if data.data_ptr() != view.data_ptr():
+                self._keep_saved()
                 view.copy_(data)
                 set_data(parameter, view)
                 self.is_touched = True
@@ -331,12 +359,22 @@ class ShardedUnit(FlatUnit):
     def assign(self, index: int, value: torch.Tensor) -> None:
         """Write one parameter's whole value into the gathered unit, or else into this rank's shard."""
         if self.ready:
+            self._keep_saved()
             with torch.no_grad():
                 self._views[index].copy_(value)
             self.is_touched = True
             self.writes += 1
         else:
             self.take(index, value)
+
+    def _keep_saved(self) -> None:
+        """Copy what graphs of earlier calls have saved of the whole, before ``parameter.data = value`` is written into it.
+
+        In one process they keep the former memory of the parameter.
+        """
+        for saved in list(self.saved):
+            saved.keep()
+        self.saved.clear()
 
     def mark_parameters(self) -> None:
         """Let scripts read where a parameter's elements are, see :func:`mark_parameter`."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp_runtime.sharding.call_results import copy_views, tensors_in
-from smp_runtime.sharding.flat_unit import ShardedUnit, UnitUse
+from smp_runtime.sharding.flat_unit import SavedView, ShardedUnit, UnitUse
 from smp_runtime.sharding.watched_parameters import REGISTERED, WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
@@ -472,14 +472,14 @@ class ModuleUses:
             if unit is None:
                 return tensor
             unit.saves += 1
-            return _Saved(unit, tensor.detach())
+            return SavedView(unit, tensor.detach())
 
         def unpack(packed: Any) -> torch.Tensor:
-            if not isinstance(packed, _Saved):
+            if not isinstance(packed, SavedView):
                 return packed
-            me = weak()
-            if me is not None and not packed.unit.ready:
-                me.scheduler.need(packed.unit)
+            me, unit = weak(), packed.unit
+            if me is not None and unit is not None and not unit.ready:
+                me.scheduler.need(unit)
             return packed.tensor
 
         before, self._calls.pack = self._calls.pack, pack
@@ -488,11 +488,3 @@ class ModuleUses:
                 yield
         finally:
             self._calls.pack = before
-
-
-@dataclasses.dataclass(eq=False)
-class _Saved:
-    """A view of a unit's whole that autograd keeps; valid whenever the unit is gathered."""
-
-    unit: ShardedUnit
-    tensor: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,11 +82,22 @@ class _Enter(torch.autograd.Function):
 
 
 class ModuleServer:
-    """The server of the other stages' requests; ``begins`` is called by a task that begins, with its microbatch."""
+    """The server of the other stages' requests.
 
-    def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
+    Args:
+        begins: called by a task that begins, with its microbatch.
+        runs_forward: returns the context in which modules run forward.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        begins: Callable[[int], None],
+        runs_forward: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self._context = context
         self._begins = begins
+        self._runs_forward = runs_forward
         #: Forward passes that still need a backward pass, by microbatch and path.
         self.graphs: dict[tuple[int, Path], SavedGraph] = {}
         #: Most microbatches with a graph at once.
@@ -182,7 +194,8 @@ class ModuleServer:
                 given = self._arguments(call)
                 args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
                 before = pack((args, kwargs), modules=context.paths) if call.mutable else None
-            result = call_with_hooks(module, *args, **kwargs)
+            with self._runs_forward():
+                result = call_with_hooks(module, *args, **kwargs)
             with DisableTorchFunction():
                 changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
                 packed = pack((result, changed), modules=context.paths)

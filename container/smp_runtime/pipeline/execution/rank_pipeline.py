@@ -68,6 +68,8 @@ class PipelineSettings:
     predicts: bool = True  # whether calls return without waiting if their result is known in advance
     #: Called on a worker's thread with the microbatch of a task that begins there, None when it ends.
     begins: Callable[[int | None], None] = lambda microbatch: None
+    #: Returns the context in which modules run forward for other stages. (The step function's own calls have it already.)
+    runs_forward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     #: Gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     share: Callable[[Any], list[Any]] | None = None
     #: The same for pipelines with ranks that meet this one's in collectives while modules run; None if there are none.
@@ -128,7 +130,7 @@ class Pipeline:
         self._alarm = Alarm(stage, context.ranks, scheduler, context.changed, messenger.is_open, messenger.send)
         self._messenger = messenger
         self.caller = RemoteCaller(context)
-        self.server = server = ModuleServer(context, settings.begins)
+        self.server = server = ModuleServer(context, settings.begins, settings.runs_forward)
         self.plans = PlanStore(settings.policy, settings.active, settings.share, repeatable=settings.repeatable)
         self._running_step = running_step = RunningStep(
             context, messenger, self._alarm, self.plans, settings.policy, settings.active, settings.meet
