@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.matrix import sampled
 from support.models.long_sequences import CausalNet, next_word_loss, word_batches
 from support.training.rank_training import training_step, updates
 from support.training.reference import train_alone
 
-STEPS = 3
+STEPS = 2
 
 
 def _optimizer(parameters):
@@ -79,7 +80,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SAMPLE = {
+    "alone",
+    "beside replicas",
+    "microbatches",
+    "state",
+    "sharded",
+    "pipeline",
+    "tensor",
+    "checkpointing",
+    "offload",
+}
+
+
+@pytest.mark.parametrize("case", sampled(CASES, SAMPLE))
 def test_losses_and_parameters_equal_one_process(ranks, case):
     world, given = CASES[case]
     config = {"ddp": True, "context_parallel_degree": world, **given}

@@ -9,9 +9,11 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
-#: What a file has in it whose ranks import Transformers, directly or by models of ``tests/support``.
+#: What a file has in it whose tests run functions on ranks.
+_RUNS_RANKS = re.compile(r"def \w+\([^)]*\branks\b|\b_shared_pool\b|\bRankPool\b")
+#: What a file has in it whose models come from Transformers, directly or by modules of ``tests/support``.
 _TRANSFORMERS = re.compile(
-    r"\branks\b[\s\S]*transformers|transformers[\s\S]*\branks\b|\bfrom crossings\.|\btiny_families\b"
+    r"transformers|\bfrom crossings\.|\btiny_families\b|\bsupport\.models\.version2\b|\bversion2_families\b"
 )
 #: What a file has in it whose tests read all source files, which are parsed once in a process.
 _READS_SOURCES = re.compile(r"\bimport_graph\b|\bfrom runner\.near\b")
@@ -33,6 +35,6 @@ class FewImports(LoadFileScheduling):  # type: ignore[misc]
 def _shared_scope(file: str) -> str:
     path = ROOT / file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if _TRANSFORMERS.search(text):
+    if _RUNS_RANKS.search(text) and _TRANSFORMERS.search(text):
         return "Transformers"
     return "sources" if _READS_SOURCES.search(text) else ""
