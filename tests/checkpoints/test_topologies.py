@@ -104,7 +104,7 @@ def _go_on_with_long_sequences(path, first, last, partial):
 
 
 def test_shared_sequences_go_on_whole_and_shared_out_otherwise(ranks, tmp_path):
-    chain = CONTEXT[: examples(5, len(CONTEXT))]
+    chain = CONTEXT[: examples(4, len(CONTEXT))]
     batches = word_batches(HOP * len(chain), 4)
     expected = train_alone(CausalNet().double(), _adamw, batches, next_word_loss).losses
     for number, (world, settings) in enumerate(chain):

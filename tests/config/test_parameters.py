@@ -187,7 +187,7 @@ def test_both_names_of_the_degree_are_sent_and_defaults_are_not():
         },
     )
 )
-@settings(max_examples=examples(20, 50), deadline=None)
+@settings(max_examples=examples(12, 50), deadline=None)
 def test_what_the_client_sends_is_what_the_rank_reads(parameters):
     sent = ModelParallelParameters.from_mp_parameters(parameters)
     assert ModelParallelParameters.from_mp_parameters(json.dumps(sent.to_mp_parameters())) == sent

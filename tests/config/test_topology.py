@@ -94,7 +94,7 @@ def test_the_right_most_letter_varies_fastest(placement):
     st.integers(1, 3),
     st.integers(1, 3),
 )
-@settings(max_examples=examples(33, 100), deadline=None)
+@settings(max_examples=examples(20, 100), deadline=None)
 def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep, cp):
     replicas *= cp
     world = pp * tp * sharded * replicas * ep

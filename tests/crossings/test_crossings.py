@@ -166,6 +166,12 @@ FIXED = {
 
 #: Those of them that the short run leaves out.
 LONGER = {
+    "buffers of other stages in half precision, created late",
+    "gradients that the script sets before a pass in a pipeline, and clips",
+    "a sharded LSTM goes on in a pipeline",
+    "children of a sharded, compiled container are computed again",
+    "compiled blocks move sharded parameters",
+    "one microbatch moves a sharded parameter that another's graph has",
     "a sharded parameter is read while another microbatch waits in the same module",
     "a state that waits for the first step meets a new group",
     "pruned weights that are frozen and created late",
@@ -259,7 +265,14 @@ VERSION_2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VERSION_2)
+#: The short run has its parts in tests/version2: test_transform.py, test_delayed_parameters.py and test_offloading.py.
+LONGER_OF_VERSION_2 = "layers that are split, created late, offloaded and resumed without"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == LONGER_OF_VERSION_2 else ()) for name in VERSION_2],
+)
 def test_a_combination_of_version_2_trains_as_one_process(runner: Runner, name: str) -> None:
     outcome = runner.run(VERSION_2[name])
     assert (outcome.kind, outcome.detail) == ("equal", "")

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support import matrix
 from torch import nn
 
 from smp_config.machine import emulation
@@ -80,7 +81,7 @@ def _train(device):
 
 def test_training_is_that_on_the_cpu_with_dropout():
     losses, state = _train("cpu")
-    for seed in range(2):
+    for seed in range(matrix.examples(1, 2)):
         with emulated(seed):
             found, weights = _train("cuda")
         assert found == losses

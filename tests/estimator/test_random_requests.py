@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.matrix import sampled
 from support.platform.cloud import IMAGE, Cloud, service
 from support.platform.drawn_estimators import COUNT, MISTAKES, OWN_ARGUMENTS, SEED, Case, draw
 from support.platform.requests_compared import ABSENT, Difference, defaults_missing, unexplained, write_defaults
@@ -250,7 +251,13 @@ _refused: set[str] = set()
 _compared: set[int] = set()
 
 
-@pytest.mark.parametrize("number", range(COUNT + len(MISTAKES)), ids=lambda number: f"seed{SEED}-{number}")
+#: Every second case, and every mistake.
+SAMPLE = [*range(0, COUNT, 2), *range(COUNT, COUNT + len(MISTAKES))]
+
+
+@pytest.mark.parametrize(
+    "number", sampled(range(COUNT + len(MISTAKES)), SAMPLE), ids=lambda number: f"seed{SEED}-{number}"
+)
 def test_what_both_send(number: int, cloud: Cloud, session: Callable[[Case], Any], script: Path) -> None:
     from sagemaker.huggingface import HuggingFace
     from sagemaker.pytorch import PyTorch
@@ -290,6 +297,7 @@ def test_what_both_send(number: int, cloud: Cloud, session: Callable[[Case], Any
     assert not lines, "\n".join([*lines, str(case)])
 
 
+@pytest.mark.full  # of all cases
 def test_the_lists_have_nothing_that_does_not_happen() -> None:
     """A difference or refusal that no case shows is removed, or a case is drawn that shows it."""
     if missing := set(range(COUNT)) - _compared:

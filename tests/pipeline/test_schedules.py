@@ -42,7 +42,7 @@ shapes = {
 
 
 @given(**shapes)
-@settings(max_examples=examples(10, 60), deadline=None)
+@settings(max_examples=examples(6, 60), deadline=None)
 def test_gpipe_has_its_closed_forms(p, m, f, b):
     run = simulate(gpipe(p, m), chain(p, m, f, b), active=m)
     assert run.makespan == pytest.approx((m + p - 1) * (f + b))
@@ -51,7 +51,7 @@ def test_gpipe_has_its_closed_forms(p, m, f, b):
 
 
 @given(**shapes)
-@settings(max_examples=examples(10, 60), deadline=None)
+@settings(max_examples=examples(6, 60), deadline=None)
 def test_1f1b_has_its_closed_forms(p, m, f, b):
     run = simulate(one_f_one_b(p, m), chain(p, m, f, b), active=min(p, m))
     assert run.makespan == pytest.approx((m + p - 1) * (f + b))
@@ -197,7 +197,7 @@ def test_zero_bubble_idles_less_than_half_as_much_as_1f1b_and_holds_no_more(step
     active=st.integers(1, 8),
     pieces=st.integers(1, 2),
 )
-@settings(max_examples=examples(10, 60), deadline=None)
+@settings(max_examples=examples(6, 60), deadline=None)
 def test_gradients_of_weights_always_find_a_place(p, m, f, b, part, step, active, pieces):
     rank = p - 1 if step == "last" else step
     segments = split(chain(p, m, f, b, step_seconds=STEP, step_rank=rank, pieces=pieces), part)
@@ -367,7 +367,7 @@ def graphs(branches):
     active=st.integers(1, 7),
     noise=st.integers(0, 99),
 )
-@settings(max_examples=examples(15, 80), deadline=None)
+@settings(max_examples=examples(10, 80), deadline=None)
 def test_every_plan_is_sound(segments, policy, active, noise):
     made = plan(segments, policy=policy, active=active, latency=0.001)
     # Complete, in the order of the parts, without deadlock.
@@ -394,7 +394,7 @@ def test_every_plan_is_sound(segments, policy, active, noise):
 
 
 @given(segments=graphs(st.just(False)), active=st.integers(1, 7))
-@settings(max_examples=examples(10, 40), deadline=None)
+@settings(max_examples=examples(6, 40), deadline=None)
 def test_simple_is_forward_first_on_every_rank(segments, active):
     made = plan(segments, policy=SIMPLE, active=active, latency=0.001)
     phase = {segment.action: segment.phase for segment in segments}

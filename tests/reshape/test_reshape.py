@@ -39,7 +39,7 @@ def test_a_job_trains_on_as_if_nothing_had_happened(ranks):
 
 
 def test_a_job_begins_and_ends_to_share_sequences_out(ranks):
-    names = SHARED[: examples(4, len(SHARED))]
+    names = SHARED[: examples(3, len(SHARED))]
     expected = ranks(train_alone, 1, 2 * len(names), "float64", config={})[0]
     outcomes = ranks(train_through, 4, names, 2, "float64", config=settings_of(names[0]), timeout=120)
     assert _differences(expected, outcomes) < 1e-9

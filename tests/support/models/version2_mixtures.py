@@ -128,7 +128,9 @@ def balance(logits: torch.Tensor, k: int, way: str, aux: float, z: float) -> tup
         left, right = torch.ones(tokens, 1, dtype=cost.dtype), torch.ones(1, experts, dtype=cost.dtype)
         for _ in range(2000):
             left = 1 / (tokens * (cost * right).sum(1, keepdim=True))
-            right = 1 / (experts * (cost * left).sum(0, keepdim=True))
+            former, right = right, 1 / (experts * (cost * left).sum(0, keepdim=True))
+            if torch.allclose(former, right, rtol=1e-14, atol=0):
+                break
         ranked = left * cost * right
         assert torch.allclose(ranked.sum(0), torch.full((experts,), 1 / experts, dtype=cost.dtype))
         assert torch.allclose(ranked.sum(1), torch.full((tokens,), 1 / tokens, dtype=cost.dtype))

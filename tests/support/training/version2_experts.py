@@ -14,7 +14,7 @@ from torch import nn
 from support.training import version2_checkpoints as checkpoints
 from support.training.version2_checkpoints import Training
 
-STEPS, BATCH, LENGTH = 5, 2, 10
+STEPS, BATCH, LENGTH = 3, 2, 10
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
