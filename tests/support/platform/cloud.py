@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from jsonschema.validators import Draft202012Validator
 from moto import mock_aws
 
+from smp_estimator.cloud import source
 from smp_estimator.sdk.installed import installed_major
 
 ROLE = "arn:aws:iam::123456789012:role/service-role/me"
@@ -125,6 +127,22 @@ def boto_session() -> Any:
     return boto3.Session(aws_access_key_id="testing", aws_secret_access_key="testing", region_name=REGION)
 
 
+_build_wheel = source.build_wheel
+
+
+@functools.cache
+def _wheel() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return _build_wheel(Path(folder)).read_bytes()
+
+
+def _copy_wheel(folder: Path) -> Path:
+    """Write the wheel into ``folder``, as :func:`source.build_wheel` does."""
+    path = folder / source.wheel_name()
+    path.write_bytes(_wheel())
+    return path
+
+
 @contextmanager
 def service() -> Iterator[Any]:
     """Moto in this process, with the bucket that the tests use; yields a boto session."""
@@ -141,6 +159,8 @@ def service() -> Iterator[Any]:
         patch.setattr("sagemaker.session.time.sleep", lambda _: None)  # its polls of a job that is done
         # The SDK checks its configuration against a large schema nine times per estimator, 1.5 s in all.
         patch.setattr("sagemaker.utils.validate_sagemaker_config", lambda _: None)
+    # Jobs in stock images take the runtime along; it is packed once in a process.
+    patch.setattr(source, "build_wheel", _copy_wheel)
     with mock_aws():
         boto = boto_session()
         boto.client("s3").create_bucket(Bucket="bucket")
