@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
@@ -56,6 +56,7 @@ def test_accumulation_and_microbatches() -> None:
     st.booleans(),
     st.integers(1, 3),
 )
+@settings(deadline=None)
 def test_batch_for_is_the_inverse(
     pipeline: int, tensor: int, replicas: int, batch: int, prescaled: bool, accumulation: int
 ) -> None:
@@ -119,6 +120,7 @@ def test_in_flight() -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 16))
+@settings(deadline=None)
 def test_every_layer_has_one_stage(layers: int, stages: int) -> None:
     if stages > layers:
         with pytest.raises(ConfigError, match=f"at most {layers}"):
@@ -257,6 +259,7 @@ def test_what_is_left_over_is_dropped_and_said() -> None:
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 8]), st.integers(1, 7), st.integers(1, 3), st.sampled_from([1, 2]))
+@settings(deadline=None)
 def test_steps_are_those_of_readers_that_drop(
     samples: int, hosts: int, batch: int, accumulation: int, tensor: int
 ) -> None:
