@@ -23,7 +23,14 @@ from support.models.attention_cases import (
     train_once,
 )
 
-from smp_runtime.context.attention import METHODS, attend, balance_documents, fused, zigzag_indices
+from smp_runtime.context.attention import (
+    METHODS,
+    attend,
+    attend_with_logsumexp,
+    balance_documents,
+    fused,
+    zigzag_indices,
+)
 from smp_runtime.context.attention.scores import PositionalDropout
 from smp_runtime.context.attention.traffic import counters_of
 
@@ -185,6 +192,35 @@ def _cap_and_sink(methods):
 
 def test_soft_capped_scores_and_sinks(ranks):
     for found in ranks(_cap_and_sink, 4, METHODS):
+        assert max(found) <= 1e-9
+
+
+def _sum_up():
+    """Differences of the log-sum-exp of scores and of its gradients, which all methods return beside the result."""
+    group = Group.whole()
+    index = zigzag_indices(22, group.size)
+    mine = index[group.rank]
+    inputs = [random_numbers(2, heads, 22, 8, seed=heads) for heads in (4, 2, 2)]
+    whole = [each.clone().requires_grad_() for each in inputs]
+    scores = whole[0] @ whole[1].repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    scores = scores.masked_fill(~torch.ones(22, 22).tril().bool(), -torch.inf)
+    (
+        scores.softmax(-1) @ whole[2].repeat_interleave(2, 1) * scores.logsumexp(-1, keepdim=True)
+    ).square().sum().backward()
+    wanted = [scores.logsumexp(-1)[:, :, mine].detach(), *(each.grad[:, :, mine] for each in whole)]
+    found = []
+    for method in METHODS:
+        parts = [each[:, :, mine].clone().requires_grad_() for each in inputs]
+        out, logsumexp = attend_with_logsumexp(
+            *parts, query_index=index, key_index=index, group=group, causal=True, grouped=True, method=method
+        )
+        (out * logsumexp[..., None]).square().sum().backward()
+        found += differences([logsumexp.detach(), *(each.grad for each in parts)], wanted)
+    return found
+
+
+def test_sums_of_scores_have_gradients(ranks):
+    for found in ranks(_sum_up, 2):
         assert max(found) <= 1e-9
 
 

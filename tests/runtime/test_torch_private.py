@@ -412,20 +412,43 @@ def _(_):
     assert torch.equal(whole, parts)
 
 
-@of("backend_of_compiler")
+@of("never_compiled")
 def _(_):
-    graph = torch.fx.symbolic_trace(torch.nn.Identity())
-    assert door.backend_of_compiler("eager")(graph, []) == graph.forward
+    def doubled(x):
+        return x * 2 if torch.compiler.is_compiling() else x
+
+    def run(x):
+        return doubled(x) + 1
+
+    door.never_compiled(doubled)
+    assert torch.compile(run, backend="eager")(torch.ones(1)) == 2
+
+    def outer(x):
+        return inner(x)
+
+    def inner(x):
+        return x + torch.compiler.is_compiling()
+
+    door.never_compiled(outer, alone=True)
+    assert torch.compile(outer, backend="eager")(torch.ones(1)) == 2
 
 
-@of("compiling_whole_entries")
+@of("indexing_in_transforms")
 def _(_):
-    import torch._functorch.config as config
+    with door.indexing_in_transforms():
+        assert torch.vmap(lambda n: torch.arange(5)[n])(torch.tensor([3, 1])).tolist() == [3, 1]
 
-    with door.compiling_whole_entries():
-        assert config.autograd_cache_allow_custom_autograd_functions
-        assert config.force_non_lazy_backward_lowering
-    assert not config.force_non_lazy_backward_lowering
+
+@of("outside_transforms")
+def _(_):
+    def run(n):
+        with door.outside_transforms():
+            inside.append(float(torch.ones(2).sum()))
+        return n
+
+    inside = []
+    torch.vmap(run)(torch.ones(2))
+    assert inside == [2.0]
 
 
 @of("compile_errors")

@@ -29,6 +29,9 @@ _original = torch.autograd.Function.__dict__["apply"]
 #: Its functions return the tensors that they get: they are there for what they do in a backward pass.
 _PASSING = "torch.distributed.fsdp."
 
+#: Its functions take numbers of positions, which a proof on some positions cannot give them.
+_INDEXING = "torch._dynamo."
+
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Run a function on slices or on whole sequences, if there are any among its arguments."""
@@ -47,6 +50,8 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
         )
     if cls is CheckpointFunction:
         return _checkpoint_slices(call, found[0], *args)
+    if cls.__module__.startswith(_INDEXING):
+        return _call_whole(cls, *args, **kwargs)
     if cls not in _position_wise:
         _position_wise[cls] = PositionWise(functools.partial(_call_whole, cls))
     return _position_wise[cls](*args, **kwargs)

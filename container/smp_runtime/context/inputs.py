@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.context import (
-    functions,
-    rules,  # noqa: F401 - it registers them
-)
+from smp_runtime.context import functions
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
+from smp_runtime.context.rules import flexible
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.context.travel import let_travel
 from smp_runtime.errors import SMPUserError
@@ -44,6 +42,7 @@ class SequenceInputs:
         self._calls = 0
         self._reported: set[str] = set()
         functions.install()
+        flexible.install()
         let_travel(self._group)
         ranks.step.leave = make_whole
 

@@ -9,7 +9,12 @@ import torch
 from torch.overrides import resolve_name
 
 from smp_runtime.errors import SMPRuntimeError
-from smp_runtime.tensors.torch_private import make_without_elements, tree_map
+from smp_runtime.tensors.torch_private import (
+    make_without_elements,
+    never_compiled,
+    outside_transforms,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from smp_runtime.context.exchange import ContextGroup
@@ -90,11 +95,13 @@ class ShardedSequence(torch.Tensor):
             why: the operation that needs it, for the report.
         """
         before = self.group.received
-        gathered = self.group.gather(self.local, self.dim_held, self.sequence_layout)
+        with outside_transforms():  # a function of positions may refer to a sequence, inside ``vmap``
+            gathered = self.group.gather(self.local, self.dim_held, self.sequence_layout)
         self.group.gathered[why] = self.group.gathered.get(why, 0) + self.group.received - before
         return gathered
 
     @classmethod
+    @never_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -143,7 +150,7 @@ def args_group_size(args: Any) -> int:
 
 
 def _find_rule(func: Callable[..., Any]) -> tuple[str, Rule | None]:
-    name = resolve_name(func) or getattr(func, "__qualname__", repr(func))
+    name = resolve_name(func) or getattr(func, "__qualname__", func.__name__)
     short = name.removesuffix(".__get__").rpartition(".")[2]
     owner = "F." if ".functional." in name else ""
     getter = "get:" if name.endswith(".__get__") else ""

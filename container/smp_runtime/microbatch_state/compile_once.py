@@ -12,7 +12,9 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from smp_runtime.tensors.torch_private import backend_of_compiler, compiling_whole_entries
 
 #: Locks of a user on a host; graphs that have one in common wait for each other for nothing.
 _LOCKS = 64
@@ -38,10 +38,10 @@ def compiling_once(backend: str) -> Callable[[torch.fx.GraphModule, Sequence[Any
     Raises:
         torch._dynamo.exc.InvalidBackend: no backend has that name.
     """
-    compile_graph = backend_of_compiler(backend)
+    compile_graph = _backend_of_compiler(backend)
 
     def compile_one(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with _alone_with(graph, inputs), compiling_whole_entries():
+        with _alone_with(graph, inputs), _compiling_whole_entries():
             return compile_graph(graph, inputs)
 
     return compile_one
@@ -76,3 +76,23 @@ def _locks(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _backend_of_compiler(name: str) -> Callable[..., Any]:
+    """Return the function that ``torch.compile`` calls for a backend name; an unknown name raises PyTorch's error."""
+    if name == "inductor":  # which would import this in its first call
+        importlib.import_module("torch._inductor.compile_fx")
+    found: Callable[..., Any] = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(name)
+    return found
+
+
+def _compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
+    """Compile graphs inside the block with their backward pass, and store both in the compiler's folder at once.
+
+    PyTorch compiles a backward pass when it first runs, and stores nothing before. Nor does it store graphs with functions of
+    ``torch.autograd.Function``. In the block it does, if the release has these switches.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    wanted = ("autograd_cache_allow_custom_autograd_functions", "force_non_lazy_backward_lowering")
+    there = {name: True for name in wanted if hasattr(config, name)}
+    return config.patch(there) if there else contextlib.nullcontext()

@@ -145,25 +145,24 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     return () if kinds is None else (kinds.TorchDynamoException,)
 
 
-def backend_of_compiler(name: str) -> Callable[..., Any]:
-    """Return the function that ``torch.compile`` calls for a backend name; an unknown name raises PyTorch's error."""
-    if name == "inductor":  # which would import this in its first call
-        importlib.import_module("torch._inductor.compile_fx")
-    found: Callable[..., Any] = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(name)
-    return found
+def never_compiled(function: Any, *, alone: bool = False) -> Any:
+    """Let ``torch.compile`` run a function as it is, and unless ``alone`` all that it calls; this has no cost per call."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        actions = (frames._FrameAction.SKIP, frames._FrameAction.DEFAULT if alone else frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(*actions))
+    function._torchdynamo_disable = not alone
+    return function
 
 
-def compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
-    """Compile graphs inside the block with their backward pass, and store both in the compiler's folder at once.
+def indexing_in_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which numbers inside ``vmap`` may be indices, as in functions for ``flex_attention``."""
+    operations: Any = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
+    return operations.TransformGetItemToIndex()
 
-    PyTorch compiles a backward pass when it first runs, and stores nothing before. Nor does it store graphs with functions of
-    ``torch.autograd.Function``. In the block it does, if the release has these switches.
-    """
-    config: Any = sys.modules.get("torch._functorch.config")
-    wanted = ("autograd_cache_allow_custom_autograd_functions", "force_non_lazy_backward_lowering")
-    there = {name: True for name in wanted if hasattr(config, name)}
-    return config.patch(there) if there else contextlib.nullcontext()
 
+#: A context that ``vmap`` and the other transforms do not reach.
+outside_transforms: Any = _private("gathers in vmap", "_functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
 make_subclass: Callable[..., Any] = _private("makes stand-ins for tensors of other stages", "Tensor._make_subclass")

@@ -3,7 +3,7 @@
 :func:`attend` equals ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, for this rank's rows.
 """
 
-from smp_runtime.context.attention.attend import METHODS, attend
+from smp_runtime.context.attention.attend import METHODS, attend, attend_with_logsumexp
 from smp_runtime.context.attention.balance import balance_documents, zigzag_indices
 
-__all__ = ["METHODS", "attend", "balance_documents", "zigzag_indices"]
+__all__ = ["METHODS", "attend", "attend_with_logsumexp", "balance_documents", "zigzag_indices"]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from smp_runtime.context.attention import costs
 from smp_runtime.context.attention.blockwise import MemberRing, attend_blockwise
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 METHODS = ("auto", "ring", "all_gather", "all_to_all")
 
 
-def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, and the places of the rows
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the first result of :func:`attend_with_logsumexp`, for the same arguments."""
+    return attend_with_logsumexp(q, k, v, wants_logsumexp=False, **options)[0]
+
+
+def attend_with_logsumexp(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, and the places of the rows
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -44,8 +49,11 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
     grouped: bool = False,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    wants_logsumexp: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's rows of ``scaled_dot_product_attention`` over the whole sequence; every rank of the group calls it.
+
+    The second result is the log-sum-exp of each row's scores, ``[batch, heads, rows]``, which has gradients too.
 
     Args:
         q, k, v: ``[batch, heads, rows of this rank, width]``; one dtype.
@@ -64,6 +72,7 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
         grouped: several query heads share a key head (``enable_gqa``).
         softcap: caps the scores to ``softcap · tanh(score / softcap)``.
         sinks: for each head the score of a further key, whose value is 0. Its gradient on a rank is that of the rank's rows.
+        wants_logsumexp: whether the second result is used; it may be empty if not.
 
     Raises:
         AssertionError: the arguments do not fit each other.
@@ -83,7 +92,7 @@ def attend(  # noqa: PLR0913 - the arguments of scaled_dot_product_attention, an
         softcap=softcap,
         sinks=sinks,
     )
-    return whole.run(inputs[0], inputs[1], inputs[2], method)
+    return whole.run(inputs[0], inputs[1], inputs[2], method, wants_logsumexp=wants_logsumexp)
 
 
 @dataclass(frozen=True)
@@ -100,14 +109,16 @@ class _Call:
     softcap: float | None
     sinks: torch.Tensor | None
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str) -> torch.Tensor:
-        """Return this rank's rows."""
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str, *, wants_logsumexp: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows, and the log-sum-exp of their scores; it is empty if it is not wanted."""
         neighbors = costs.neighbors_for(self.group.size, q.shape[1], k.shape[1])
         visibility = self._visibility() if method != "all_to_all" or neighbors == 1 else None
         if method == "auto":
             method = self._cheapest(q, k, v, neighbors, visibility)
         if method == "all_to_all" and neighbors > 1:
-            return self._with_heads_exchanged(q, k, v, neighbors)
+            return self._with_heads_exchanged(q, k, v, neighbors, wants_logsumexp=wants_logsumexp)
         ranks = list(range(self.group.size))
         return self.over_members(q, k, v, self.group.rank, ranks, visibility, at_once=method == "all_gather")
 
@@ -135,7 +146,9 @@ class _Call:
             keep(kept, key, costs.cheapest(shape, self.queries, self.keys, needed, neighbors, bounds=self.bounds))
         return str(kept[key])
 
-    def _with_heads_exchanged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int) -> torch.Tensor:
+    def _with_heads_exchanged(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, *, wants_logsumexp: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows, computed by groups of ``count`` neighbors, each with its heads of all the group's rows."""
         group = self.group
         first = group.rank // count * count
@@ -161,8 +174,11 @@ class _Call:
         visibility = None
         if inner.mask is not None:
             visibility = by_mask(inner.mask, queries, keys, member, group, bounds=self.bounds)
-        out = inner.over_members(q, k, v, member, ranks, visibility, at_once=False)
-        return to_rows(neighbors, query_rows, heads, out)
+        out, logsumexp = inner.over_members(q, k, v, member, ranks, visibility, at_once=False)
+        rows = to_rows(neighbors, query_rows, heads, out)
+        if not wants_logsumexp:
+            return rows, logsumexp.new_empty(0)
+        return rows, to_rows(neighbors, query_rows, heads, logsumexp[..., None])[..., 0]
 
     def _mask_of(self, neighbors: HeadNeighbors, rows: NeighborRows) -> GivenMask | None:
         """Return the mask of all the neighbors' rows, for this rank's heads."""
@@ -191,7 +207,7 @@ class _Call:
         visibility: Visibility | None,
         *,
         at_once: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a member, which is this rank, or this rank's heads of its group.
 
         Args:

@@ -90,9 +90,12 @@ def attend_blockwise(
     sinks: torch.Tensor | None,
     ring: MemberRing,
     scoring: BlockScoring,
-) -> torch.Tensor:
-    """Return the attention of this member's rows over the keys of all members; every rank of the group calls it."""
-    found: torch.Tensor = _Attention.apply(q, k, v, mask, sinks, ring, scoring)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of this member's rows over the keys of all members; every rank of the group calls it.
+
+    The second result is the log-sum-exp of the scores, ``[batch, heads, rows]``; -inf for rows that attend to nothing.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, mask, sinks, ring, scoring)
     return found
 
 
@@ -109,8 +112,9 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         ring: MemberRing,
         scoring: BlockScoring,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.ring = ring
+        ctx.set_materialize_grads(False)  # without a gradient of the log-sum-exp, fused operators do the backward pass
         ctx.scoring = dataclasses.replace(scoring, mask=None)  # saved below, so that hooks of saved tensors see it
         ctx.wants_mask = mask is not None and ctx.needs_input_grad[3]
         plan = ring.plan
@@ -132,17 +136,19 @@ class _Attention(torch.autograd.Function):
             if sinks is not None:
                 result.add_sinks(sinks)
             out = result.out.to(q.dtype)
+            logsumexp = (result.top + result.total.log())[..., 0]
         ctx.save_for_backward(q, k, v, mask, sinks, out, result.top, result.total)
-        return out
+        return out, logsumexp
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, of_out: torch.Tensor | None, of_logsumexp: torch.Tensor | None) -> Any:
         q, k, v, mask, sinks, out, top, total = ctx.saved_tensors
+        gradient = torch.zeros_like(out) if of_out is None else of_out
         scoring = dataclasses.replace(ctx.scoring, mask=mask)
         with _plain_types(q):
             whole = PartialAttention(out, top, total)
-            work = _Backward(ctx, gradient.contiguous(), q, k, v, whole, scoring)
+            work = _Backward(ctx, gradient.contiguous(), of_logsumexp, q, k, v, whole, scoring)
             work.run()
         wanted = ctx.needs_input_grad
         found = (work.of_q, work.of_k, work.of_v)
@@ -164,6 +170,7 @@ class _Backward:
         self,
         ctx: Any,
         gradient: torch.Tensor,
+        of_logsumexp: torch.Tensor | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -171,6 +178,7 @@ class _Backward:
         scoring: BlockScoring,
     ) -> None:
         self._ring: MemberRing = ctx.ring
+        self._of_logsumexp = of_logsumexp
         self._gradient, self._q, self._k, self._v = gradient, q, k, v
         self._whole, self._scoring = whole, scoring
         self._logsumexp = whole.logsumexp()
@@ -203,6 +211,8 @@ class _Backward:
         """Return the gradient of sinks, whose values are 0, from this member's rows."""
         weights = (sinks.to(self._whole.top.dtype)[:, None] - self._logsumexp).exp()  # [batch, heads, rows]
         delta = (self._gradient.to(weights.dtype) * self._whole.out.to(weights.dtype)).sum(-1)
+        if self._of_logsumexp is not None:
+            delta = delta - self._of_logsumexp
         return -(weights * delta).sum((0, 2))
 
     def _of_round(self, distances: list[int], blocks: _Blocks) -> _Blocks:
@@ -253,14 +263,18 @@ class _Backward:
         rows = call.rows
         out, top, total = (each[:, :, rows] for each in (self._whole.out, self._whole.top, self._whole.total))
         learned = self.of_mask is not None
-        operator, bias, _ = _operator(q, k, v, block, call, self._scoring, learned=learned)
+        of_logsumexp = None if self._of_logsumexp is None else self._of_logsumexp[:, :, rows]
+        is_unfused = learned or of_logsumexp is not None
+        operator, bias, _ = _operator(q, k, v, block, call, self._scoring, is_unfused=is_unfused)
         if operator is not None:
             # Contiguous: some operators take no others.
             logsumexp = self._logsumexp[:, :, rows].contiguous()
             return fused.backward(operator, gradient, (q, k, v), bias, out.contiguous(), logsumexp)
         extras = _extras(q, block, call, self._scoring)
         whole = PartialAttention(out.to(self.of_q.dtype), top, total)
-        *found, of_tile = unfused.backward(gradient, (q, k, v), whole, self._scoring.scale, extras, wants_tile=learned)
+        *found, of_tile = unfused.backward(
+            gradient, of_logsumexp, (q, k, v), whole, self._scoring.scale, extras, wants_tile=learned
+        )
         if self.of_mask is not None and of_tile is not None:
             target = self.of_mask[:, :, rows] if self.of_mask.shape[2] > 1 else self.of_mask
             if isinstance(call.columns, slice):
@@ -286,7 +300,7 @@ def _add_block(
         k, v = _chosen(k, block.places), _chosen(v, block.places)
     for call in block.calls:
         rows, keys, values = q[:, :, call.rows], k[:, :, call.keys], v[:, :, call.keys]
-        operator, bias, hidden = _operator(rows, keys, values, block, call, scoring, learned=learned)
+        operator, bias, hidden = _operator(rows, keys, values, block, call, scoring, is_unfused=learned)
         if operator is None:
             extras = _extras(rows, block, call, scoring)
             result.add(call.rows, unfused.forward(rows, keys, values, scoring.scale, extras))
@@ -309,10 +323,10 @@ def _operator(
     call: AttentionCall,
     scoring: BlockScoring,
     *,
-    learned: bool,
+    is_unfused: bool,
 ) -> tuple[fused.FusedOperator | None, torch.Tensor | None, torch.Tensor | None]:
     """Return the fused operator for a call, or None, with what it adds to the scores and the rows that attend to nothing."""
-    if learned or scoring.is_exact or scoring.dropout is not None or scoring.softcap is not None:
+    if is_unfused or scoring.is_exact or scoring.dropout is not None or scoring.softcap is not None:
         return None, None, None
     tile = scoring.tile(block, call, q.device)
     bias, hidden = fused.as_bias(tile, q)

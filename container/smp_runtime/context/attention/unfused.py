@@ -65,6 +65,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ext
 
 def backward(
     gradient: torch.Tensor,
+    of_logsumexp: torch.Tensor | None,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     whole: PartialAttention,
     scale: float,
@@ -76,6 +77,7 @@ def backward(
 
     Args:
         gradient: of the merged result.
+        of_logsumexp: gradient of the log-sum-exp of all scores, ``[batch, heads, rows]``; None for none.
         whole: the merged result over all keys.
         wants_tile: whether the last one is asked for; it has the shape of ``extras.tile``.
     """
@@ -101,6 +103,8 @@ def backward(
         if some.factors is not None:
             of_weights = of_weights * some.factors
         delta = (above * whole.out[:, :, rows]).sum(-1, keepdim=True)
+        if of_logsumexp is not None:  # its derivatives by the scores are the weights
+            delta = delta - of_logsumexp[:, :, rows, None]
         of_scores = weights * (of_weights - delta)
         if of_tile is not None:
             target = of_tile[:, :, rows] if of_tile.shape[2] > 1 else of_tile

@@ -2,6 +2,7 @@
 
 from smp_runtime.context.rules import (  # noqa: F401 - each registers its rules
     attention,
+    flexible,
     indexing,
     losses,
     metadata,
@@ -9,5 +10,6 @@ from smp_runtime.context.rules import (  # noqa: F401 - each registers its rules
     products,
     randomness,
     reductions,
+    varlen,
     views,
 )

@@ -27,11 +27,11 @@ _DEFAULTS: dict[str, Any] = {
 def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in _NAMES[:3])
-    if not _is_cut_by_row(query):
+    if not is_cut_by_row(query):
         return NotImplemented
     if not isinstance(key, ShardedSequence) and not isinstance(value, ShardedSequence):
         return _attend_to_whole(func, given, query)
-    if any(not _is_cut_by_row(one) for one in (key, value)) or key.sequence_layout != value.sequence_layout:
+    if any(not is_cut_by_row(one) for one in (key, value)) or key.sequence_layout != value.sequence_layout:
         return NotImplemented
     if given["attn_mask"] is not None and given["is_causal"]:
         raise SMPUserError(
@@ -78,7 +78,8 @@ def _attend_to_whole(func: Callable[..., Any], given: dict[str, Any], query: Sha
     return query.like(func(query.local, given["key"], given["value"], attn_mask=mask, **options))
 
 
-def _is_cut_by_row(value: Any) -> bool:
+def is_cut_by_row(value: Any) -> bool:
+    """Return whether a value is a sequence whose rows, in the dim before the last, are its positions."""
     if not isinstance(value, ShardedSequence) or value.dim() < 3:
         return False
     return value.dim_held == value.dim() - 2 and value.sequence_layout.outer == value.sequence_layout.inner == 1
