@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks.context_threads import cut, run_context, whole_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.errors import SMPUserError
 
 B, T, D = 2, 11, 6
 
@@ -244,3 +246,50 @@ def test_operations_over_positions_gather(name):
 def test_what_was_gathered_is_cut_again():
     for *_, made in _compare(lambda x, **_: torch.roll(x, 1, 1), 2):
         assert isinstance(made, ShardedSequence)
+
+
+#: Dims of queries and keys before their rows, the mask's shape, and whether heads share keys.
+SHAPES_OF_ATTENTION = [
+    *(((2, 4), (2, 4), mask, False) for mask in ((), (1,), (T,), (T, T), (T, 1), (1, T), (4, T, T), (2, 1, 1, T))),
+    *(((4,), (4,), mask, False) for mask in ((), (T,), (T, T), (4, T, T))),
+    *(((2, 3, 4), (2, 3, 4), mask, False) for mask in ((T,), (T, T), (4, T, T), (1, 1, 4, T, T), (2, 3, 1, T, 1), (3, 4, T, T))),
+    *((before, keys, (T, T), False) for before, keys in (((2, 4), (1, 4)), ((2, 4), (2, 1)), ((2, 4), (4,)), ((2, 1), (2, 4)))),
+    *((before, keys, (T, T), True) for before, keys in (((2, 4), (2, 2)), ((4,), (2,)), ((3, 2, 4), (3, 2, 2)))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "keys", "mask", "grouped"), SHAPES_OF_ATTENTION)
+def test_attention_takes_the_shapes_that_pytorch_takes(before, keys, mask, grouped):
+    random = torch.Generator().manual_seed(3)
+    shapes = ((*before, T, 4), (*keys, T, 4), (*keys, T, 5), mask)
+    given = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+    def run(leaves, parts):
+        out = F.scaled_dot_product_attention(*parts, leaves[3], enable_gqa=grouped)
+        (out * out).sum().backward()
+        return whole_of(out), [leaf.grad for leaf in leaves]
+
+    def rank(group):
+        leaves = [each.clone().requires_grad_() for each in given]
+        found = run(leaves, [cut(leaf, group, leaf.dim() - 2) for leaf in leaves[:3]])
+        assert group.gathered.keys() <= {"test"}
+        return found
+
+    with sdpa_kernel(SDPBackend.MATH):  # the other one for the CPU takes no masks of one dim
+        leaves = [each.clone().requires_grad_() for each in given]
+        wanted, gradients = run(leaves, leaves[:3])
+    everyone = run_context(2, rank)
+    for found, _ in everyone:
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    for number, gradient in enumerate(gradients):
+        mean = sum(theirs[number] for _, theirs in everyone) / 2
+        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10)
+
+
+def test_attention_refuses_masks_of_more_dims():
+    def rank(group):
+        x = cut(torch.zeros(1, 2, T, 4), group, 2)
+        with pytest.raises(SMPUserError, match="5 dims"):
+            F.scaled_dot_product_attention(x, x, x, torch.zeros(1, 1, 1, T, T))
+
+    run_context(2, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,14 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise SMPUserError(
             "scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two", code="SMP303"
         )
-    batched = [_with_four_dims(one) for one in (query, key, value)]
+    batched, before = _with_four_dims(query.local, key.local, value.local, grouped=given["enable_gqa"])
+    mask = _rows_of_mask(given["attn_mask"], query)
     out = attend(
         *batched,
         query_index=query.sequence_layout.positions,
         key_index=key.sequence_layout.positions,
         group=query.group,
-        mask=_rows_of_mask(given["attn_mask"], query),
+        mask=None if mask is None else _mask_of_four_dims(mask, before),
         causal=given["is_causal"],
         scale=given["scale"],
         dropout=given["dropout_p"],
@@ -52,9 +54,7 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         method=query.group.method,
         grouped=given["enable_gqa"],
     )
-    return query.like(
-        out if query.dim() == 4 else out.squeeze(0) if query.dim() == 3 else out.view(*query.local.shape[:-1], -1)
-    )
+    return query.like(out.reshape(*before, *out.shape[1:]), len(before) + 1)
 
 
 _ATTENTION_OF_MODULES = taken_apart(F.multi_head_attention_forward)
@@ -85,9 +85,36 @@ def is_cut_by_row(value: Any) -> bool:
     return value.dim_held == value.dim() - 2 and value.sequence_layout.outer == value.sequence_layout.inner == 1
 
 
-def _with_four_dims(sequence: ShardedSequence) -> torch.Tensor:
-    local = sequence.local
-    return local if local.dim() == 4 else local.reshape(-1, *local.shape[-3:])
+def _with_four_dims(*parts: torch.Tensor, grouped: bool) -> tuple[list[torch.Tensor], torch.Size]:
+    """Return queries, keys and values as ``[samples, heads, rows, width]``, and the dims that their samples stand for."""
+    before = torch.broadcast_shapes(*(each.shape[:-3] for each in parts))
+    query, key, value = (each.expand(*before, *each.shape[-3:]).reshape(-1, *each.shape[-3:]) for each in parts)
+    if query.shape[1] == 1 and not grouped:
+        query = query.expand(-1, key.shape[1], -1, -1)
+    if key.shape[1] != value.shape[1] and grouped:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    return [query, key, value], before
+
+
+def _mask_of_four_dims(mask: torch.Tensor, before: torch.Size) -> torch.Tensor:
+    """Return a mask of four dims at most; the same tensor if it has them.
+
+    Args:
+        before: dims of the result before the heads.
+    """
+    if mask.dim() > len(before) + 3:
+        raise SMPUserError(
+            f"scaled_dot_product_attention got an attn_mask of {mask.dim()} dims for queries and keys of {len(before) + 3}: "
+            "leave out its first dims",
+            code="SMP303",
+        )
+    if mask.dim() < 2:
+        return mask.reshape(1, -1)
+    if len(before) < 2 or mask.dim() < 4:
+        return mask
+    if math.prod(mask.shape[:-3]) == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*before, *mask.shape[-3:]).flatten(0, len(before) - 1)
 
 
 def _rows_of_mask(mask: torch.Tensor | None, query: ShardedSequence) -> torch.Tensor | None:
