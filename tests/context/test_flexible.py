@@ -279,15 +279,19 @@ def test_models_of_transformers(family):
         torch.manual_seed(0)
         return hf.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
 
-    def train(model, ids, labels):
+    def train(model, ids, labels):  # its loss shifts the labels
         loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
         return loss.item()
 
     alone, models = made("eager"), [made("flex_attention") for _ in range(2)]
     with torch.compiler.set_stance("force_eager"):  # Transformers compiles what makes masks
-        losses = run_context(2, lambda group: train(models[group.rank], cut(ids, group), cut(labels, group)))
-    assert losses == pytest.approx([train(alone, ids, labels)] * 2, abs=1e-5)
+        found = run_context(
+            2, lambda group: (train(models[group.rank], cut(ids, group), cut(labels, group)), group.gathered)
+        )
+    losses, gathered = zip(*found, strict=True)
+    assert [set(each) for each in gathered] == [set() if family == "llama" else {"flex_attention"}] * 2
+    assert list(losses) == pytest.approx([train(alone, ids, labels)] * 2, abs=1e-5)
     for one, other, wanted in zip(*(each.parameters() for each in (*models, alone)), strict=True):
         error = (one.grad + other.grad) / 2 - wanted.grad
         assert error.abs().max() <= 1e-4 * wanted.grad.abs().max()

@@ -105,6 +105,16 @@ LOCAL = {
     "stack": lambda x, y, **_: torch.stack([x, y], dim=1),
     "cat whole": lambda x, p, **_: torch.cat([x, p.expand(B, T, D)], dim=2),
     "pad features": lambda x, **_: F.pad(x, (1, 2)),
+    "pad positions": lambda x, **_: F.pad(x, (0, 0, 1, 2)),
+    "pad and shift": lambda x, **_: [x - F.pad(x, (0, 0, 1, -1), value=0.5), F.pad(x, (1, 0, -2, 3), "constant", 2.0)],
+    "two layouts": lambda x, y, **_: x[:, 1:] * y[:, :-1],
+    "two layouts and dims": lambda x, m, **_: torch.where(
+        m[:, None, 2:, None], _heads(x)[:, :, 1:-1], _heads(x)[:, :, :-2]
+    ),
+    "loss of the next word": lambda x, n, **_: F.cross_entropy(x[:, :-1].reshape(-1, D), n[:, 1:].reshape(-1)),
+    "loss of padded labels": lambda x, n, **_: F.cross_entropy(
+        x.view(-1, D), F.pad(n, (0, 1), value=-100)[..., 1:].contiguous().view(-1), ignore_index=-100
+    ),
     "index features": lambda x, **_: x[..., 1:4],
     "chosen features": lambda x, **_: [x[..., [0, 2]], x[:, :, torch.tensor([1, -1])], _heads(x)[:, [1]]],
     "pairs": lambda x, **_: torch.view_as_real(torch.view_as_complex(x.view(B, T, D // 2, 2)) * 1j).flatten(-2),
@@ -163,10 +173,8 @@ GATHERING = {
     "set positions": lambda x, y, **_: _set(x, (slice(None), slice(1, 4)), y[:, 2:5]),
     "set by mask": lambda x, m, **_: _set(x, m, 2.0),
     "shift": lambda n, **_: _shift(n),
-    "pad positions": lambda x, **_: F.pad(x, (0, 0, 1, 2)),
     "sort": lambda x, **_: x.sort(1).values,
     "group norm": lambda x, **_: F.group_norm(x.transpose(1, 2), 2),
-    "two layouts": lambda x, y, **_: x[:, 1:] * y[:, :-1],
     "attention": lambda x, y, **_: F.scaled_dot_product_attention(_heads(x), _heads(y), _heads(x), is_causal=True),
     "masked attention": lambda x, y, tri, **_: F.scaled_dot_product_attention(
         _heads(x), _heads(y), _heads(y), attn_mask=tri
@@ -236,6 +244,24 @@ def _compare(operation, size):
 def test_operations_with_a_rule_gather_nothing(name):
     for *_, gathered, _ in _compare(LOCAL[name], 2):
         assert not gathered
+
+
+@pytest.mark.parametrize("name", [name for name in LOCAL if name.startswith(("pad ", "two ", "loss of "))])
+def test_positions_move_between_three_ranks(name):
+    for *_, gathered, _ in _compare(LOCAL[name], 3):
+        assert not gathered
+
+
+def test_only_positions_of_others_move():
+    def rank(group):
+        numbers = cut(torch.arange(48).view(1, 48), group)
+        shifted = F.pad(numbers, (0, 1))[:, 1:] - numbers
+        return group.received, whole_of(shifted).tolist()
+
+    for received, shifted in run_context(2, rank):
+        # Of a rank's two chunks of 12 the last number comes from the other rank; the middle chunks follow each other.
+        assert received in (8, 16)
+        assert shifted == [[1] * 47 + [-47]]
 
 
 @pytest.mark.parametrize("name", GATHERING)

@@ -7,6 +7,7 @@ from, summed over the ranks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.context.host_values import always_computed
+from smp_runtime.context.layout import move_between
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -99,6 +101,13 @@ class ContextGroup:
         apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
         return _Gather.apply(apart, dim + 1, layout.base, self).flatten(dim, dim + 2)
 
+    def move(self, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout) -> torch.Tensor:
+        """Return this rank's positions in another layout of a sequence of the same length; only others' positions travel."""
+        if layout.outer == layout.inner == 1:
+            return _Move.apply(local, dim, layout, other, self)
+        apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
+        return _Move.apply(apart, dim + 1, layout.base, other.base, self).flatten(dim, dim + 2)
+
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors."""
         return _Sum.apply(partial, self)
@@ -117,6 +126,32 @@ class ContextGroup:
         self.received += (everyone.numel() - wire.numel()) * wire.element_size()
         everyone = everyone.view(mine.dtype) if everyone.dtype != mine.dtype else everyone
         return everyone.index_select(0, self.order(layout, local.device)).movedim(0, dim)
+
+    def exchange_rows(
+        self, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout
+    ) -> torch.Tensor:
+        """Return this rank's positions in another layout; no gradients."""
+        key = "move", layout.key, other.key, local.device
+        plan = move_between(layout, other, self.rank)
+        kept, kept_places = (
+            self._kept((*key, name), lambda n=name: getattr(plan, n).to(local.device)) for name in _KEPT
+        )
+        leaving, arriving = (
+            self._kept((*key, name), lambda n=name: torch.cat(getattr(plan, n)).to(local.device)) for name in _MOVED
+        )
+        first = local.movedim(dim, 0)
+        moved = first.new_empty(len(other.positions[self.rank]), *first.shape[1:])
+        moved[kept_places] = first[kept]
+        sent = first[leaving].contiguous()
+        # Bytes, since not all backends send all types.
+        wire = sent.view(-1).view(torch.uint8)
+        width = math.prod(first.shape[1:]) * first.element_size()
+        sizes = [[len(part) * width for part in parts] for parts in (plan.arriving, plan.leaving)]
+        received = wire.new_empty(sum(sizes[0]))
+        self.collectives.all_to_all(received, wire, self.process_group, (sizes[0], sizes[1])).wait()
+        self.received += received.numel()
+        moved[arriving] = received.view(first.dtype).view(len(arriving), *first.shape[1:])
+        return moved.movedim(0, dim)
 
     def return_gradients(self, gradient: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
         """Return the sum over the ranks of a whole tensor's gradients, at this rank's positions."""
@@ -137,6 +172,9 @@ class ContextGroup:
         self.received += 2 * total.numel() * total.element_size() * (self.size - 1) // self.size
         return total
 
+
+#: Indices in a :class:`.Move`.
+_KEPT, _MOVED = ("kept", "kept_places"), ("leaving", "arriving")
 
 #: Indices of so many layouts are kept on the device.
 _MOST_INDICES = 256
@@ -165,6 +203,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _ReturnGradients.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
+
+
+class _Move(torch.autograd.Function):
+    """Forward another rank's positions; backward the way back, since each position is on one rank in both layouts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout, group: ContextGroup
+    ) -> torch.Tensor:
+        ctx.dim, ctx.layout, ctx.other, ctx.group = dim, layout, other, group
+        return group.exchange_rows(local, dim, layout, other)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Move.apply(gradient, ctx.dim, ctx.other, ctx.layout, ctx.group), None, None, None, None
 
 
 class _ReturnGradients(torch.autograd.Function):

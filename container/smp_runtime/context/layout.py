@@ -61,17 +61,9 @@ class SequenceLayout:
         length = len(range(start, stop, step))
         return SequenceLayout(("slice", self.key, start, stop, step), length, selected), list(places)
 
-    @always_computed
     def padded(self, before: int, after: int) -> SequenceLayout:
         """Return the layout of the sequence with further positions before and after; the first and last rank hold them."""
-        shifted = [held + before for held in self.positions]
-        total = before + self.length + after
-        if before:
-            shifted[0] = torch.cat([torch.arange(before), shifted[0]])
-        if after:
-            last = self.rank_of(self.length - 1)
-            shifted[last] = torch.cat([shifted[last], torch.arange(total - after, total)])
-        return SequenceLayout(("padded", self.key, before, after), total, tuple(shifted))
+        return _padded(self.base, before, after)
 
     @always_computed
     def rank_of(self, position: int) -> int:
@@ -94,6 +86,20 @@ def _select(
         selected.append((held[inside] - start) // step)
         places.append(inside.nonzero()[:, 0])
     return tuple(selected), tuple(places)
+
+
+@functools.lru_cache(maxsize=64)
+@always_computed
+def _padded(layout: SequenceLayout, before: int, after: int) -> SequenceLayout:
+    shifted = [held + before for held in layout.positions]
+    total = before + layout.length + after
+    if before:
+        first = layout.rank_of(0)
+        shifted[first] = torch.cat([torch.arange(before), shifted[first]])
+    if after:
+        last = layout.rank_of(layout.length - 1)
+        shifted[last] = torch.cat([shifted[last], torch.arange(total - after, total)])
+    return SequenceLayout(("padded", layout.key, before, after), total, tuple(shifted))
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,6 +129,43 @@ def layout_of(key: Any) -> SequenceLayout:
     if kind == "padded":
         return layout_of(facts[0]).padded(*facts[1:])
     return {"zigzag": zigzag, "contiguous": contiguous}[kind](*facts)
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a rank does so that it has the positions of another layout of the same sequence.
+
+    Args:
+        kept, kept_places: places of rows that it has already, and where they go.
+        leaving, arriving: for each rank the places of the rows that it is sent, and where those that come from it go.
+    """
+
+    kept: torch.Tensor
+    kept_places: torch.Tensor
+    leaving: list[torch.Tensor]
+    arriving: list[torch.Tensor]
+
+
+@functools.lru_cache(maxsize=64)
+@always_computed
+def move_between(one: SequenceLayout, other: SequenceLayout, rank: int) -> Move:
+    """Return a rank's part in moving a sequence from one layout to another."""
+    places = torch.empty(2, one.length, dtype=torch.int64)  # of each position on its rank
+    owners = torch.empty_like(places)
+    for number, layout in enumerate((one, other)):
+        for owner, held in enumerate(layout.positions):
+            places[number, held] = torch.arange(len(held))
+            owners[number, held] = owner
+
+    def between(source: int, target: int) -> torch.Tensor:
+        """Return the places of what a rank sends to another: on the first, and on the second."""
+        return places[:, (owners[0] == source) & (owners[1] == target)]
+
+    others = range(len(one.positions))
+    leaving = [between(rank, each)[0] if each != rank else places[0, :0] for each in others]
+    arriving = [between(each, rank)[1] if each != rank else places[0, :0] for each in others]
+    kept, kept_places = between(rank, rank)
+    return Move(kept, kept_places, leaving, arriving)
 
 
 @dataclass(frozen=True)

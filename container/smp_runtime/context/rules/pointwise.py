@@ -54,10 +54,16 @@ def align(value: Any, layout: SequenceLayout, dim: int, like: ShardedSequence, w
     if isinstance(value, ShardedSequence):
         if value.sequence_layout == layout and value.dim_held - value.dim() == dim:
             return value.local
+        if value.dim_held - value.dim() == dim and _are_of_one_length(value.sequence_layout, layout):
+            return like.group.move(value.local, value.dim_held, value.sequence_layout, layout)
         value = value.whole(why)
     if value.dim() < -dim or value.shape[dim] != layout.size:
         return value
     return like.group.take(value, dim % value.dim(), layout)
+
+
+def _are_of_one_length(one: SequenceLayout, other: SequenceLayout) -> bool:
+    return (one.length, one.outer, one.inner) == (other.length, other.outer, other.inner)
 
 
 def run_aligned(

@@ -206,6 +206,21 @@ def _pad(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     given = {"mode": "constant", **dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
     sequence, widths = given["input"], list(given["pad"])
     place = 2 * (sequence.dim() - 1 - sequence.dim_held)
-    if any(widths[place : place + 2]) or given["mode"] != "constant":
+    before, after = (*widths, *[0] * (place + 2))[place : place + 2]
+    layout = sequence.sequence_layout
+    if given["mode"] != "constant":
         return NotImplemented
-    return sequence.like(torch.nn.functional.pad(sequence.local, widths, value=given.get("value")))
+    if not before and not after:
+        return sequence.like(torch.nn.functional.pad(sequence.local, widths, value=given.get("value")))
+    start, stop = max(0, -before), layout.length - max(0, -after)
+    if layout.outer != 1 or layout.inner != 1 or start >= stop:
+        return NotImplemented
+    if stop - start < layout.length:  # negative widths leave positions out
+        sequence = sequence.narrow(sequence.dim_held, start, stop - start)
+    layout = sequence.sequence_layout.padded(max(0, before), max(0, after))
+    # The rank of the first position holds those before it, and that of the last one those after it.
+    here = layout.positions[sequence.group.rank]
+    added = int((here < before).sum())
+    widths[place : place + 2] = added, len(here) - added - sequence.local.shape[sequence.dim_held]
+    padded = torch.nn.functional.pad(sequence.local, widths, value=given.get("value"))
+    return sequence.like(padded, layout=layout)
