@@ -405,7 +405,8 @@ def test_the_public_surface_is_frozen():
 
     expected = """
         CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
-        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile cp_rank cp_size data
+        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile
+        cp_process_group cp_rank cp_size data
         delay_param_initialization dp_barrier
         dp_rank dp_size exceptions get_cp_group get_cp_process_group
         get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.model import DistributedModel
     from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
     from smdistributed.modelparallel.torch.ranks import (
+        cp_process_group,
         cp_rank,
         cp_size,
         dp_rank,
@@ -123,6 +124,7 @@ __all__ = [
     "comm",
     "comm_hooks",
     "compile",
+    "cp_process_group",
     "cp_rank",
     "cp_size",
     "data",
@@ -242,6 +244,7 @@ __getattr__, __dir__ = lazy_names(
         f"{__name__}.model": ("DistributedModel",),
         f"{__name__}.optimizer": ("DistributedOptimizer",),
         f"{__name__}.ranks": (
+            "cp_process_group",
             "cp_rank",
             "cp_size",
             "dp_rank",

@@ -283,3 +283,13 @@ def get_cp_process_group() -> dist.ProcessGroup:
         >>> dist.all_reduce(value, group=smp.get_cp_process_group())
     """
     return current_session().ranks.groups.group(Group.CONTEXT)
+
+
+def cp_process_group() -> dist.ProcessGroup:
+    """Return the context parallel process group: another name of :func:`get_cp_process_group`.
+
+    Example:
+        >>> smp.cp_process_group() is smp.get_cp_process_group()
+        True
+    """
+    return get_cp_process_group()
