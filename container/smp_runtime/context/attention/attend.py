@@ -120,7 +120,10 @@ class _Call:
         if method == "all_to_all" and neighbors > 1:
             return self._with_heads_exchanged(q, k, v, neighbors, wants_logsumexp=wants_logsumexp)
         ranks = list(range(self.group.size))
-        return self.over_members(q, k, v, self.group.rank, ranks, visibility, at_once=method == "all_gather")
+        at_once = method == "all_gather"
+        return self.over_members(
+            q, k, v, self.group.rank, ranks, visibility, at_once=at_once, wants_logsumexp=wants_logsumexp
+        )
 
     def _visibility(self) -> Visibility | None:
         if self.mask is None:
@@ -174,10 +177,12 @@ class _Call:
         visibility = None
         if inner.mask is not None:
             visibility = by_mask(inner.mask, queries, keys, member, group, bounds=self.bounds)
-        out, logsumexp = inner.over_members(q, k, v, member, ranks, visibility, at_once=False)
+        out, logsumexp = inner.over_members(
+            q, k, v, member, ranks, visibility, at_once=False, wants_logsumexp=wants_logsumexp
+        )
         rows = to_rows(neighbors, query_rows, heads, out)
         if not wants_logsumexp:
-            return rows, logsumexp.new_empty(0)
+            return rows, logsumexp
         return rows, to_rows(neighbors, query_rows, heads, logsumexp[..., None])[..., 0]
 
     def _mask_of(self, neighbors: HeadNeighbors, rows: NeighborRows) -> GivenMask | None:
@@ -207,6 +212,7 @@ class _Call:
         visibility: Visibility | None,
         *,
         at_once: bool,
+        wants_logsumexp: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a member, which is this rank, or this rank's heads of its group.
 
@@ -220,7 +226,9 @@ class _Call:
         scoring = BlockScoring(
             self.queries, self.keys, member, self.scale, self.bounds, mask, self.dropout, self.softcap, is_exact
         )
-        return attend_blockwise(q, k, v, mask, self.sinks, MemberRing(self.group, ranks, plan), scoring)
+        return attend_blockwise(
+            q, k, v, mask, self.sinks, MemberRing(self.group, ranks, plan, wants_logsumexp), scoring
+        )
 
 
 def _neighbor_rows(positions: HeldPositions, member: int, count: int) -> NeighborRows:

@@ -32,11 +32,13 @@ class MemberRing:
 
     Args:
         ranks: for each member, the rank of the group that holds the same heads as this one.
+        wants_logsumexp: whether the log-sum-exp of the scores is used.
     """
 
     group: AttentionGroup
     ranks: list[int]
     plan: BlockwisePlan
+    wants_logsumexp: bool = False
 
     def rank_before(self, distance: int) -> int:
         """Return the rank of the member so far before this one."""
@@ -93,7 +95,8 @@ def attend_blockwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of this member's rows over the keys of all members; every rank of the group calls it.
 
-    The second result is the log-sum-exp of the scores, ``[batch, heads, rows]``; -inf for rows that attend to nothing.
+    The second result is the log-sum-exp of the scores, ``[batch, heads, rows]``; -inf for rows that attend to nothing. It is
+    empty if it is not wanted.
     """
     found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(q, k, v, mask, sinks, ring, scoring)
     return found
@@ -136,7 +139,9 @@ class _Attention(torch.autograd.Function):
             if sinks is not None:
                 result.add_sinks(sinks)
             out = result.out.to(q.dtype)
-            logsumexp = (result.top + result.total.log())[..., 0]
+            logsumexp = result.top.new_empty(0)
+            if ring.wants_logsumexp:
+                logsumexp = (result.top + result.total.log())[..., 0]
         ctx.save_for_backward(q, k, v, mask, sinks, out, result.top, result.total)
         return out, logsumexp
 
