@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.documents.client_strategies import SHARDED, STAGES, STRATEGIES, strategy_cases
+from support.documents.client_strategies import SHARDED, STAGES, STRATEGIES, replicas, strategy_cases
 from support.models.huggingface import tiny_config
 from torch.utils.data import DataLoader
 
@@ -106,7 +106,7 @@ def test_training_is_that_of_one_process(ranks, strategy):
     size, config = STRATEGIES[strategy]
     results = ranks(_train, size, config={"ddp": True, **config}, timeout=100)
     processes = results[0]["processes"]
-    assert processes == size // config.get("pipeline_parallel_degree", 1) // config.get("tensor_parallel_degree", 1)
+    assert processes == replicas(size, config)
     wanted = _alone(processes)
     for result in results:
         assert result["losses"] == pytest.approx(wanted["losses"], abs=1e-5)

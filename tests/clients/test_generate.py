@@ -17,6 +17,7 @@ STRATEGIES = {
     "tp 2": (2, TENSOR),
     "sdp 2": (2, SHARDED),
     "dp 2": (2, {}),
+    "cp 2": (2, {"context_parallel_degree": 2}),
     "pp 2 × tp 2": (4, {**PIPELINE, **TENSOR}),
     "pp 2 × sdp 2": (4, {**PIPELINE, **SHARDED}),
     "tp 2 × sdp 2": (4, {**TENSOR, **SHARDED, "prescaled_batch": True}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.documents.client_strategies import STAGES, STRATEGIES, strategy_cases
+from support.documents.client_strategies import STAGES, STRATEGIES, replicas, strategy_cases
 from support.models.huggingface import tiny_config
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -37,10 +37,6 @@ def _own_names(state, config):
 
 def _rows(replicas):
     return torch.randint(WORDS, (BATCH * STEPS * replicas, 8), generator=torch.Generator().manual_seed(3))
-
-
-def _replicas(size, config):
-    return size // config.get("pipeline_parallel_degree", 1) // config.get("tensor_parallel_degree", 1)
 
 
 def _alone(replicas, accumulated=2, half=False):
@@ -104,7 +100,7 @@ def _fabric(folder=None, resume=False, precision="32-true"):
 @pytest.mark.parametrize("strategy", strategy_cases("Fabric", "train"))
 def test_a_loop_of_fabric(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
-    losses, norms = _alone(_replicas(size, config))
+    losses, norms = _alone(replicas(size, config))
     results = ranks(_fabric, size, str(tmp_path), config={"ddp": True, **config}, timeout=100)
     for rank, (found, clipped, is_first) in enumerate(results):
         assert found == pytest.approx(losses, abs=1e-5)
@@ -117,14 +113,14 @@ def test_a_loop_of_fabric(ranks, strategy, tmp_path):
     saved = torch.load(tmp_path / "state.ckpt")
     plain = _model()
     plain.load_state_dict(_own_names(saved["model"], config))
-    ids = _rows(_replicas(size, config))[BATCH * 4 * _replicas(size, config) :][: BATCH * _replicas(size, config)]
+    ids = _rows(replicas(size, config))[BATCH * 4 * replicas(size, config) :][: BATCH * replicas(size, config)]
     assert float(plain(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(losses[4], abs=1e-5)
 
 
 @pytest.mark.parametrize("strategy", strategy_cases("Fabric", "bf16-mixed"))
 def test_fabric_in_mixed_precision(ranks, strategy):
     size, config = STRATEGIES[strategy]
-    losses, _ = _alone(_replicas(size, config), half=True)
+    losses, _ = _alone(replicas(size, config), half=True)
     results = ranks(_fabric, size, None, False, "bf16-mixed", config={"ddp": True, **config}, timeout=100)
     for found, _, _ in results:
         assert found == pytest.approx(losses, abs=2e-2)
@@ -134,7 +130,7 @@ def test_fabric_in_mixed_precision(ranks, strategy):
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_fabric_in_half_precision_of_the_job(ranks, strategy, half):
     size, config = STRATEGIES[strategy]
-    losses, norms = _alone(_replicas(size, config))
+    losses, norms = _alone(replicas(size, config))
     results = ranks(_fabric, size, config={"ddp": True, half: True, **config}, timeout=100)
     for found, clipped, _ in results:
         assert found == pytest.approx(losses, abs=5e-2)
@@ -238,7 +234,7 @@ def _epochs_alone(replicas, epochs, half=False):
 @pytest.mark.parametrize("strategy", strategy_cases("Lightning", "fit, validate, resume"))
 def test_a_trainer_of_lightning(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
-    losses, checks = _epochs_alone(_replicas(size, config), 2)
+    losses, checks = _epochs_alone(replicas(size, config), 2)
     results = ranks(_trainer, size, str(tmp_path), config={"ddp": True, **config}, timeout=100)
     for seen, checked, again, _ in results:
         assert seen == pytest.approx(losses[:STEPS], rel=1e-5)
@@ -256,7 +252,7 @@ def test_a_trainer_of_lightning(ranks, strategy, tmp_path):
 @pytest.mark.parametrize("strategy", strategy_cases("Lightning", "bf16-mixed"))
 def test_lightning_in_mixed_precision(ranks, strategy, tmp_path):
     size, config = STRATEGIES[strategy]
-    losses, _ = _epochs_alone(_replicas(size, config), 1, half=True)
+    losses, _ = _epochs_alone(replicas(size, config), 1, half=True)
     results = ranks(_trainer, size, str(tmp_path), None, "bf16-mixed", config={"ddp": True, **config}, timeout=100)
     for seen, *_ in results:
         assert seen == pytest.approx(losses, abs=2e-2)
@@ -266,7 +262,7 @@ def test_lightning_in_mixed_precision(ranks, strategy, tmp_path):
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_lightning_in_half_precision_of_the_job(ranks, strategy, tmp_path, half):
     size, config = STRATEGIES[strategy]
-    losses, _ = _epochs_alone(_replicas(size, config), 1)
+    losses, _ = _epochs_alone(replicas(size, config), 1)
     results = ranks(_trainer, size, str(tmp_path), config={"ddp": True, half: True, **config}, timeout=100)
     for seen, *_ in results:
         assert seen == pytest.approx(losses, abs=5e-2)

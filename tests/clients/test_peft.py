@@ -15,6 +15,7 @@ STRATEGIES = {
     "tp 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
     "sdp 2": (2, {"sharded_data_parallel_degree": 2, **SHARDS}),
     "dp 2": (2, {}),
+    "cp 2": (2, {"context_parallel_degree": 2}),
     "tp 2 × dp 2": (4, {"tensor_parallel_degree": 2}),
     "pp 2 × tp 2": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 2}),
     "pp 2 × sdp 2": (4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2, **SHARDS}),

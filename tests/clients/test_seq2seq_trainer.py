@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from support.documents.client_strategies import STRATEGIES, strategy_cases
+from support.documents.client_strategies import STRATEGIES, replicas, strategy_cases
 from support.models.huggingface import tiny_model
 
 #: What Transformers reads to see that it runs under this library.
@@ -79,9 +79,9 @@ def test_predictions_are_those_of_one_process(ranks, tmp_path, strategy):
     size, parameters = STRATEGIES[strategy]
     parameters = {"ddp": True, "partitions": parameters.get("pipeline_parallel_degree", 1), **parameters}
     env = dict(zip(VARIABLES, (json.dumps(parameters), json.dumps({"sagemaker_mpi_enabled": True})), strict=True))
-    replicas = size // parameters["partitions"] // parameters.get("tensor_parallel_degree", 1)
-    for here, alone in ranks(_both, size, str(tmp_path), replicas, config=parameters, env=env, timeout=200):
+    count = replicas(size, parameters)
+    for here, alone in ranks(_both, size, str(tmp_path), count, config=parameters, env=env, timeout=200):
         # The trainer keeps the samples that fill up the last batch of replicas, on any number of processes.
         assert here[0][: len(alone[0])] == alone[0]
-        if replicas == 1:  # else a mean of means over unequal numbers of labels
+        if count == 1:  # else a mean of means over unequal numbers of labels
             assert here[1] == pytest.approx(alone[1], abs=1e-5)

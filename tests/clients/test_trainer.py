@@ -12,12 +12,14 @@ WORDS, LENGTH = 43, 12
 SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 100}
 TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
 STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
+CONTEXT = {"context_parallel_degree": 2}
 #: By name the processes, the parameters, and how many batches differ.
 STRATEGIES = {
     "pp 2": (2, STAGES, 1),
     "tp 2": (2, TENSOR, 1),
     "sdp 2": (2, SHARDED, 2),
     "dp 2": (2, {}, 2),
+    "cp 2": (2, CONTEXT, 1),
     "pp 2 × tp 2": (4, {**STAGES, **TENSOR}, 1),
     "pp 2 × sdp 2": (4, {**STAGES, **SHARDED}, 2),
     "pp 2 × dp 2": (4, STAGES, 2),
@@ -290,7 +292,7 @@ def test_a_resumed_run_goes_on_where_it_was(ranks, tmp_path, strategy):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
-@pytest.mark.parametrize("strategy", _strategies("bf16 and fp16", only=("pp 2", "tp 2", "sdp 2", "dp 2")))
+@pytest.mark.parametrize("strategy", _strategies("bf16 and fp16", only=("pp 2", "tp 2", "sdp 2", "dp 2", "cp 2")))
 def test_half_precision_trains_and_resumes(ranks, tmp_path, strategy, half):
     results = _resumed(ranks, strategy, tmp_path, {half: True}, {"do": ("train", "evaluate")}, **{half: True})
     for whole, again in results:
@@ -341,7 +343,7 @@ def test_a_life_of_a_model_is_that_of_one_process(ranks, tmp_path, strategy):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", _strategies("evaluate without training", only=("tp 2", "sdp 2", "dp 2")))
+@pytest.mark.parametrize("strategy", _strategies("evaluate without training", only=("tp 2", "sdp 2", "dp 2", "cp 2")))
 def test_a_model_is_evaluated_as_it_is(ranks, tmp_path, strategy):
     more = {"do": ("evaluate", "predict"), "predicted": 14 if STRATEGIES[strategy][2] == 1 else 16}
     _check(_run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], {}, more))
@@ -361,7 +363,7 @@ def test_a_checkpoint_resumes_with_other_degrees(ranks, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", _strategies("label smoothing", only=("pp 2", "sdp 2")))
+@pytest.mark.parametrize("strategy", _strategies("label smoothing", only=("pp 2", "sdp 2", "cp 2")))
 def test_labels_are_smoothed(ranks, tmp_path, strategy):
     options = {"label_smoothing_factor": 0.1, "max_steps": 2}
     results = _run(
@@ -374,7 +376,7 @@ def test_labels_are_smoothed(ranks, tmp_path, strategy):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", _strategies("early stopping", only=("pp 2", "tp 2", "sdp 2")))
+@pytest.mark.parametrize("strategy", _strategies("early stopping", only=("pp 2", "tp 2", "sdp 2", "cp 2")))
 def test_a_run_stops_early(ranks, tmp_path, strategy):
     options = {
         **BEST_OF_EACH_STEP,
@@ -392,7 +394,7 @@ def test_a_run_stops_early(ranks, tmp_path, strategy):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", _strategies("samples grouped by length", only=("pp 2", "tp 2")))
+@pytest.mark.parametrize("strategy", _strategies("samples grouped by length", only=("pp 2", "tp 2", "cp 2")))
 def test_samples_are_grouped_by_length(ranks, tmp_path, strategy):
     """As in one process, so with data parallelism only the batches are others."""
     import transformers
@@ -405,7 +407,7 @@ def test_samples_are_grouped_by_length(ranks, tmp_path, strategy):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", _strategies("push_to_hub", only=("pp 2", "tp 2", "sdp 2", "dp 2")))
+@pytest.mark.parametrize("strategy", _strategies("push_to_hub", only=("pp 2", "tp 2", "sdp 2", "dp 2", "cp 2")))
 def test_the_whole_model_is_pushed(ranks, tmp_path, strategy):
     """What would be uploaded loads in plain Transformers."""
     options = {"save_strategy": "steps", "save_steps": 2}

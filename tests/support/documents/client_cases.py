@@ -34,7 +34,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "SMDDP": (),
 }
 #: Degrees joined by " × ", in this order.
-STRATEGY = re.compile(r"one process|(?=.)((^| × )pp \d+)?((^| × )tp \d+)?((^| × )sdp \d+)?((^| × )dp \d+)?")
+STRATEGY = re.compile(
+    r"one process|(?=.)((^| × )pp \d+)?((^| × )tp \d+)?((^| × )cp \d+)?((^| × )sdp \d+)?((^| × )dp \d+)?"
+)
 #: A file to which the outcome of every case is appended as a line of JSON.
 OUTCOMES = "SMP_CLIENT_OUTCOMES"
 
