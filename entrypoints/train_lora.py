@@ -2,6 +2,9 @@
 
     python entrypoints/train_lora.py --sm-channel-train FOLDER --sm-model-dir FOLDER --steps 20
 
+With ``--packed 64`` a row of a batch has several samples, which do not see each other, and 64 words at most: for long rows,
+which ranks share out with ``context_parallel_degree``.
+
 A script as one writes it with Transformers, PEFT and TRL: nothing in it depends on how the job is distributed. It needs no
 download: the base model is made from a configuration and a seed, and the tokenizer knows the words of the text.
 """
@@ -34,7 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="default: sft")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     parser.add_argument("--batch", type=int, default=8, help="samples per data parallel rank and step (default: 8)")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: 8)")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains the model (default: 8)")
+    parser.add_argument("--packed", type=int, default=0, help="words in a row of packed samples, for sft (default: 0)")
     return parser.parse_known_args()[0]
 
 
@@ -81,12 +85,15 @@ def main() -> None:
     trained: dict[str, Any] = {
         "model": base_model(len(tokenizer)),
         "processing_class": tokenizer,
-        "peft_config": LoraConfig(
-            r=args.rank, lora_alpha=2 * args.rank, task_type="CAUSAL_LM", target_modules="all-linear"
-        ),
     }
+    if args.rank:
+        trained["peft_config"] = LoraConfig(
+            r=args.rank, lora_alpha=2 * args.rank, task_type="CAUSAL_LM", target_modules="all-linear"
+        )
     if args.objective == "sft":
         data = Dataset.from_dict({"text": texts})
+        if args.packed:
+            settings |= {"packing": True, "max_length": args.packed}
         trainer = SFTTrainer(args=SFTConfig(**settings), train_dataset=data, **trained)
     else:  # words as they are in the text are preferred to the same words in reverse
         halves = [(text.split()[:4], text.split()[4:]) for text in texts]

@@ -26,6 +26,7 @@ STRATEGIES = {
     "pipeline": {"partitions": 2, "microbatches": 2},
     "tensor": {"partitions": 1, "tensor_parallel_degree": 2, "prescaled_batch": True},
     "sharded": {"partitions": 1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1000},
+    "context": {"partitions": 1, "context_parallel_degree": 2},
 }
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="default: sft")
     parser.add_argument("--strategy", choices=STRATEGIES, default="pipeline", help="default: pipeline")
+    parser.add_argument("--packed", type=int, default=0, help="words in a row of packed samples, for sft (default: 0)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     args = parser.parse_args()
     folder = Path.cwd() / "lora"
@@ -42,7 +44,7 @@ def main() -> None:
         instance_type="local",
         instance_count=1,
         output_path=f"file://{folder / 'output'}",
-        hyperparameters={"objective": args.objective, "steps": args.steps},
+        hyperparameters={"objective": args.objective, "steps": args.steps, "packed": args.packed},
         distribution={
             "smdistributed": {
                 "modelparallel": {"enabled": True, "parameters": {"ddp": True, **STRATEGIES[args.strategy]}}

@@ -168,3 +168,19 @@ def test_one_process_saves_by_itself(solo, tmp_path):
     copied = copy.deepcopy(model.module)
     with pytest.raises(AttributeError):  # the class of a distributed model has none
         copied.save_pretrained(tmp_path)
+
+
+def _saves_where_batches_are_read(folder):
+    model = smp.DistributedModel(_original())
+    if smp.dp_rank() == 0:  # on all ranks that share sequences out
+        model.save_pretrained(f"{folder}/{smp.rank()}", True)
+
+
+def test_one_of_the_ranks_that_share_sequences_out_writes(ranks, tmp_path):
+    from safetensors.torch import load_file
+
+    pytest.importorskip("transformers")
+    ranks(_saves_where_batches_are_read, 2, str(tmp_path), config={"ddp": True, "context_parallel_degree": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    saved, original = load_file(tmp_path / "0" / "model.safetensors"), _original().state_dict()
+    assert all(torch.equal(value, original[name]) for name, value in saved.items())

@@ -34,6 +34,43 @@ def test_dropout_drops_what_one_process_drops(ranks, seed_by_rank):
         assert losses == pytest.approx(expected.losses, abs=1e-9)
 
 
+#: What draws random numbers for a tensor, or fills it with them.
+DRAWS = {
+    "noise": lambda x: x + torch.zeros_like(x).uniform_(-1, 1),
+    "normal": lambda x: x + torch.empty_like(x).normal_(0, 0.1),
+    "initialized": lambda x: torch.nn.init.normal_(torch.empty_like(x), std=0.1),
+    "exponential": lambda x: -torch.empty_like(x).exponential_().log(),
+    "mask": lambda x: x * torch.empty_like(x).bernoulli_(0.7),
+    "by probabilities": lambda x: torch.bernoulli(x.sigmoid()),
+    "mask by probabilities": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+    "integers": lambda x: torch.zeros_like(x).random_(5),
+    "like": lambda x: torch.randn_like(x.transpose(1, 2)).transpose(1, 2),
+    "dropout": lambda x: torch.nn.functional.dropout(x.transpose(1, 2), 0.5).transpose(1, 2),
+    "filled": lambda x: torch.zeros_like(x.transpose(1, 2)).uniform_().transpose(1, 2),
+}
+
+
+class _Draws(torch.nn.Module):
+    def forward(self, x):
+        return {name: draw(x) for name, draw in DRAWS.items()}
+
+
+def _draw():
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(_Draws())
+    torch.manual_seed(7)
+    return smp.step(model)(torch.ones(2, 9, 4))
+
+
+def test_random_numbers_are_those_of_one_process(ranks):
+    torch.manual_seed(7)
+    expected = _Draws()(torch.ones(2, 9, 4))
+    for drawn in ranks(_draw, 2, config=CONFIG):
+        for name, value in expected.items():
+            torch.testing.assert_close(drawn[name].outputs[0], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def _train_on_other_batches():
     import smdistributed.modelparallel.torch as smp
 

@@ -99,14 +99,14 @@ class PretrainedSaver:
     module: nn.Module
     save: Callable[..., None]
 
-    def __call__(self, save_directory: Any, **options: Any) -> None:
+    def __call__(self, save_directory: Any, *given: Any, **options: Any) -> None:
         """See :func:`save_pretrained`, or whatever saves such a module."""
         models = sessions.current_session().models if sessions.is_initialized() else []
         model = next((model for model in models if self.module in _before_and_after(model)), None)
         if isinstance(model, DistributedModel):
-            self.save(sessions.current_session(), model, save_directory, **options)
+            self.save(sessions.current_session(), model, save_directory, *given, **options)
         else:
-            type(self.module).save_pretrained(self.module, save_directory, **options)  # type: ignore[attr-defined]
+            type(self.module).save_pretrained(self.module, save_directory, *given, **options)  # type: ignore[attr-defined]
 
 
 def give_save_pretrained(model: DistributedModel) -> None:
@@ -114,12 +114,26 @@ def give_save_pretrained(model: DistributedModel) -> None:
     # Where one rank has the whole model, the method of Transformers is right.
     is_spread = _has_distributed_modules(model) or is_split(model)
     if not is_spread:
+        if sessions.current_session().ranks.size(Group.CONTEXT) > 1 and hasattr(model.module, "save_pretrained"):
+            model.module.__dict__["save_pretrained"] = PretrainedSaver(model.module, _save_for_the_group)
         return
     for module in _before_and_after(model):
         # Those with adapters have a form of their own.
         is_plain = not has_adapters(module)
         if is_plain and config_of(module) is not None:
             module.__dict__["save_pretrained"] = PretrainedSaver(module, save_pretrained)
+
+
+def _save_for_the_group(
+    session: Session, model: DistributedModel, save_directory: Any, *given: Any, **options: Any
+) -> None:
+    """Save by the method of the module's class, on one of the ranks that share sequences out.
+
+    A script's ``if smp.dp_rank() == 0`` is true on all of them.
+    """
+    if session.ranks.rank_in(Group.CONTEXT) == 0:
+        module: Any = model.module
+        type(module).save_pretrained(module, save_directory, *given, **options)
 
 
 def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:

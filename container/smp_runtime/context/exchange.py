@@ -125,7 +125,8 @@ class ContextGroup:
         self.collectives.all_gather(everyone, wire, self.process_group).wait()
         self.received += (everyone.numel() - wire.numel()) * wire.element_size()
         everyone = everyone.view(mine.dtype) if everyone.dtype != mine.dtype else everyone
-        return everyone.index_select(0, self.order(layout, local.device)).movedim(0, dim)
+        # Selected along that dim, the result is contiguous: views of it and generators that fill it then work as on a plain one.
+        return everyone.movedim(0, dim).index_select(dim, self.order(layout, local.device))
 
     def exchange_rows(
         self, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.context.sequence import ShardedSequence, rule
+from smp_runtime.context.sequence import ShardedSequence, gather_all, rule, write_back
 
 
 @rule("F.dropout", "F.dropout1d", "F.dropout2d", "F.alpha_dropout", "F.feature_alpha_dropout", "F.dropout3d")
@@ -40,8 +40,7 @@ def _drop_in_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _scale_kept(sequence: ShardedSequence, probability: float, *, in_place: bool) -> ShardedSequence:
     local = sequence.local
     with torch.no_grad():
-        whole = torch.empty(sequence.shape, dtype=local.dtype, device=local.device)
-        noise = whole.bernoulli_(1 - probability)
+        noise = _empty_whole(sequence).bernoulli_(1 - probability)
         if probability < 1:
             noise.div_(1 - probability)
         mine = sequence.group.take(noise, sequence.dim_held, sequence.sequence_layout)
@@ -54,5 +53,26 @@ def _scale_kept(sequence: ShardedSequence, probability: float, *, in_place: bool
 @rule("rand_like", "randn_like", "randint_like")
 def _draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequence = args[0]
-    whole = func(torch.empty(sequence.shape, dtype=sequence.dtype, device=sequence.device), *args[1:], **kwargs)
+    whole = func(_empty_whole(sequence), *args[1:], **kwargs)
     return sequence.like(sequence.group.take(whole, sequence.dim_held, sequence.sequence_layout))
+
+
+@rule("uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_", "bernoulli_")
+def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func.__name__
+    given = gather_all(kwargs, name)
+    sequence = args[0] if args else kwargs["tensor"]  # as torch.nn.init names it
+    given.pop("tensor", None)
+    if not isinstance(sequence, ShardedSequence):
+        return NotImplemented
+    with torch.no_grad():
+        whole = func(_empty_whole(sequence), *gather_all(args[1:], name), **given)
+    return write_back(sequence, whole, name)
+
+
+def _empty_whole(sequence: ShardedSequence) -> torch.Tensor:
+    """Return a whole tensor without values, whose dims lie in memory in the order of the slice's: generators fill memory."""
+    strides = torch.empty_like(sequence.local, device="meta").stride()
+    order = sorted(range(sequence.dim()), key=lambda dim: -strides[dim])
+    made = torch.empty([sequence.shape[dim] for dim in order], dtype=sequence.dtype, device=sequence.device)
+    return made.permute([order.index(dim) for dim in range(sequence.dim())])
