@@ -268,7 +268,8 @@ def test_the_entry_point_with_packed_samples(jobs, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     weights = [load_file(folder / "model.safetensors") for folder in (found, expected)]
     for name, value in weights[1].items():
-        torch.testing.assert_close(weights[0][name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        # AdamW makes steps of the learning rate, 1e-2, of gradients that are little more than rounding errors.
+        torch.testing.assert_close(weights[0][name], value, atol=1e-4, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.full

@@ -388,3 +388,21 @@ def test_compiled_functions():
             return nn.functional.linear(x.to("cuda"), torch.ones(2, 4, device="cuda"))
 
     assert step(torch.ones(3, 4)).dtype is torch.bfloat16
+
+
+def test_classes_of_tensors_are_asked_about_the_functions_that_scripts_see():
+    answers = {torch.zeros_like: "zeros", torch.empty_like: "empty"}
+
+    class Answers(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in answers:
+                return answers[func], (kwargs or {}).get("device")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    value = torch.ones(2).as_subclass(Answers)
+    assert torch.zeros_like(value) == ("zeros", None)
+    assert torch.empty_like(value, device="cuda:0") == ("empty", CPU)
+    ones = torch.ones_like(value, device="cuda:1")
+    assert isinstance(ones, Answers)
+    assert ones.device == CPU

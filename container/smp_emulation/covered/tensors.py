@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from smp_emulation.calls import CoveredCall, answer_with, asked_by_pytorch_or_us, do_nothing
 from smp_emulation.devices import CPU, index_of, initialize, real_device, use_device
@@ -41,9 +42,22 @@ def _with_device(original: Any) -> Any:
             # Only a machine with a GPU can pin memory.
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
+        if args and _has_answers(args[0]):
+            return handle_torch_function(call, args[:1], *args, **kwargs)
         return original(*args, **kwargs)
 
     return call
+
+
+def _has_answers(value: Any) -> bool:
+    """Return whether a tensor's class answers functions itself: it knows them as scripts see them, covered.
+
+    PyTorch would ask it about the function below the cover.
+    """
+    kind = type(value)
+    if kind is torch.Tensor or not isinstance(value, torch.Tensor):
+        return False
+    return kind.__torch_function__ is not torch.nn.Parameter.__torch_function__ and has_torch_function_unary(value)
 
 
 def _tensor_to(original: Any) -> Any:
