@@ -115,7 +115,7 @@ def _train_and_more(
     )
     if "train" in do:
         trainer.train(resume_from_checkpoint=resume)
-        found["steps"] = trainer.state.global_step
+        found["steps"], found["tokens"] = trainer.state.global_step, trainer.state.num_input_tokens_seen
         found["best"] = trainer.state.best_metric
     if "evaluate" in do:
         found["evaluation"] = {
@@ -243,6 +243,7 @@ def _check(results, tolerance=1e-5):
     for here, _ in results:
         assert len(here["losses"]) == len(alone["losses"])
         assert here["norms"] == pytest.approx(alone["norms"], abs=10 * tolerance)
+        assert here.get("tokens") == alone.get("tokens")
         if "evaluation" in here:
             assert here["evaluation"] == pytest.approx(alone["evaluation"], abs=tolerance)
         if "prediction" in here:
@@ -260,7 +261,12 @@ def test_a_run_is_that_of_one_process(ranks, tmp_path, strategy):
     # 30 samples: the last update of an epoch has fewer and shorter batches, and 14 predictions do not divide either. Data
     # parallel ranks would fill up their last batch from the beginning, as under DDP.
     samples, predicted = (30, 14) if STRATEGIES[strategy][2] == 1 else (32, 16)
-    options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2 if samples == 32 else 3}
+    options = {
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": 2 if samples == 32 else 3,
+        "include_num_input_tokens_seen": True,
+    }
     more = {"do": ALL, "samples": samples, "predicted": predicted}
     _check(_run(ranks, _both, strategy, str(tmp_path), STRATEGIES[strategy][2], options, more))
 

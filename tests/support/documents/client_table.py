@@ -103,7 +103,7 @@ def take_over(outcomes: Outcomes, tests: dict[Case, set[str]], runs: Iterable[Pa
 
 def _order(strategy: str) -> tuple[int, list[int]]:
     parts = dict(part.split(" ") for part in strategy.split(" × ") if strategy != "one process")
-    return len(parts), [-int(parts.get(name, 0)) for name in ("pp", "tp", "sdp", "dp")]
+    return len(parts), [-int(parts.get(name, 0)) for name in ("pp", "tp", "cp", "sdp", "dp")]
 
 
 def _cell(of: dict[str, tuple[str, str]]) -> str:
