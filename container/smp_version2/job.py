@@ -22,6 +22,7 @@ from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker, mix_seeds
 from smp_version2 import cache_flushes, recomputation, sharded_modules, updates
+from smp_version2.checkpoint.agreement import SavesOfCopies
 from smp_version2.eight_bits import job as eight_bits
 from smp_version2.state import state
 
@@ -66,6 +67,8 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     topology = parameters.topology(size)
     joined = session.start(_engine_parameters(parameters, topology))
     state.join(joined.ranks, parameters)
+    if parameters.shard_degree(size) <= 1:  # now, since all ranks meet; later one may save alone
+        joined.ranks.keep(SavesOfCopies, lambda: SavesOfCopies(joined.ranks))
     joined.at_leave.append(state.leave)
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
     joined.at_leave.append(recomputation.install(parameters, joined.ranks))

@@ -169,6 +169,12 @@ class Version2State:
         """Note how many ranks share one copy of the state, where the script's FSDP decides."""
         self.__dict__["_script_shards"] = ranks
 
+    @property
+    def shares_nothing(self) -> bool:
+        """Return whether each rank has a whole copy of the state, or of its experts."""
+        degree = self._parameters.shard_degree(self.world_size)
+        return bool((degree or self._script_shards) == 1)
+
     # -- tensor, expert and context parallelism --------------------------------------------------------------------
 
     @property

@@ -30,6 +30,25 @@ def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Pat
     assert len(files) == (2 if way != "local" else world), files  # those of the first save are gone
 
 
+@pytest.mark.parametrize("way", ["now", "async", "PyTorch"])
+def test_one_of_the_copies_saves_while_the_others_go_on(ranks: Any, tmp_path: Path, way: str) -> None:
+    """Public scripts let one copy save and name the group of the model; without sharding that has all ranks, which do not call."""
+    for found in ranks(training.resume, 2, {"hybrid_shard_degree": 1}, way, tmp_path / "llama", init=False):
+        assert found["differing"] == []
+        assert found["at"] == training.SAVED
+    assert len(list((tmp_path / "llama").glob("*.distcp"))) == 1
+
+
+def test_copies_that_all_save_wait_for_the_one_that_writes(ranks: Any, tmp_path: Path) -> None:
+    found = ranks(training.save_copies, 2, tmp_path, init=False)
+    assert [each["found"] for each in found] == [0.0, 0.0]
+    assert [each["ended"] for each in found] == [1, 1]
+    assert found[0]["keys"] == ""
+    assert all(words in found[1]["keys"] for words in ("rank 0", "rank 1 saves other keys", "leave process_group out"))
+    assert all("no space is left" in each["failed"] for each in found)
+    assert "rank 0" in found[1]["failed"]
+
+
 @pytest.mark.parametrize("way", ["now", "local"])
 def test_a_training_that_shards_by_itself_saves_every_shard(ranks: Any, tmp_path: Path, way: str) -> None:
     """Without a degree PyTorch shards over all ranks, and no rank holds a copy of another one's shard."""

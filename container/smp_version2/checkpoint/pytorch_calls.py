@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import optimizer
 
-from smp_version2.checkpoint.agreement import list_ranks
+from smp_version2.checkpoint.agreement import list_ranks, save_once
 from smp_version2.checkpoint.optimizer_state import load_sharded_optimizer_state
 from smp_version2.checkpoint.state_dict_loader import choose_planner
 
@@ -32,7 +32,7 @@ def install() -> None:
         return
     load_optimizer = _take_group(optimizer.load_sharded_optimizer_state_dict)
     optimizer.load_sharded_optimizer_state_dict = checkpoint.load_sharded_optimizer_state_dict = load_optimizer
-    checkpoint.save_state_dict = _take_global_rank(checkpoint.save_state_dict)
+    checkpoint.save_state_dict = _write_once(_take_global_rank(checkpoint.save_state_dict))
     checkpoint.load_state_dict = _take_uneven_shards(_take_global_rank(checkpoint.load_state_dict))
 
 
@@ -66,6 +66,21 @@ def _take_global_rank(original: Callable[..., Any]) -> Any:
         if group is not None and rank >= dist.get_world_size(group) and rank in (ranks := list_ranks(group)):
             given["coordinator_rank"] = ranks.index(rank)
         return original(**given)
+
+    return call
+
+
+def _write_once(original: Callable[..., Any]) -> Any:
+    """Let one rank write if the ranks of the group are copies of each other; see ``save_once``."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        place = str(getattr(given["storage_writer"], "path", ""))
+        alone = given | {"process_group": None, "coordinator_rank": 0, "no_dist": True}
+        save = save_once(given["state_dict"], given.get("process_group"), place, lambda: original(**alone))
+        return original(**given) if save is None else save()
 
     return call
 

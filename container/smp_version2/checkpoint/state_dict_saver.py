@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import checkpoint
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session
-from smp_version2.checkpoint.agreement import describe_failures, list_ranks, require_one_place
+from smp_version2.checkpoint.agreement import describe_failures, list_ranks, require_one_place, save_once
 from smp_version2.checkpoint.async_utils import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from smp_version2.checkpoint.filesystem import DistributedFileSystemWriter
 from smp_version2.eight_bits import state as eight_bit_state
@@ -49,7 +50,8 @@ def save(
         checkpoint_id: folder, or ``s3://bucket/key``; it may be left out if ``storage_writer`` has one.
         storage_writer: None for a :class:`DistributedFileSystemWriter`.
         planner: None for PyTorch's.
-        process_group: the ranks with one copy of the state; None for all ranks.
+        process_group: the ranks with one copy of the state; None for all ranks. If nothing shards the state, the first of its ranks
+            writes, and others need not call.
         coordinator_rank: kept for scripts. The first rank of the group writes the metadata, and any other choice is logged.
         wait_error_handling: kept for scripts; all ranks always learn of an error.
         force_check_all_plans: kept for scripts; plans are always made and checked.
@@ -62,7 +64,12 @@ def save(
     """
     _check(state_dict, process_group, coordinator_rank)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
-    _write(_read_stateful(state_dict) | eight_bit_state.values_to_save(), writer, planner, process_group)
+    values = _read_stateful(state_dict) | eight_bit_state.values_to_save()
+    alone = _save_once(values, writer, planner, process_group)
+    if alone is not None:
+        alone()
+        return
+    _write(values, writer, planner, process_group)
 
 
 def async_save(  # noqa: PLR0913 - the documented signature
@@ -107,10 +114,11 @@ def async_save(  # noqa: PLR0913 - the documented signature
     _check(state_dict, process_group, coordinator_rank)
     queue.maybe_finalize_async_calls(blocking=True)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
-    group = queue.group_of(process_group)
     stager: Any = writer if hasattr(writer, "stage") else BlockingAsyncStager()
     copied = stager.stage(_read_stateful(state_dict) | eight_bit_state.values_to_save())
-    work = functools.partial(_write, copied, writer, planner, group)
+    work = _save_once(copied, writer, planner, process_group)
+    if work is None:
+        work = functools.partial(_write, copied, writer, planner, queue.group_of(process_group))
     return queue.begin(work, str(getattr(writer, "checkpoint_id", checkpoint_id)))
 
 
@@ -157,12 +165,28 @@ def _read_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(
+def _save_once(
     state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None, group: dist.ProcessGroup | None
+) -> Callable[[], None] | None:
+    """Return the function that saves if one rank writes for all of a group; see :func:`.agreement.save_once`."""
+    write = functools.partial(_write, state_dict, writer, planner, None, alone=True)
+    return save_once(state_dict, group, str(getattr(writer, "checkpoint_id", None)), write)
+
+
+def _write(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner | None,
+    group: dist.ProcessGroup | None,
+    *,
+    alone: bool = False,
 ) -> None:
     where = getattr(writer, "checkpoint_id", None)
-    require_one_place(str(where), group)
+    if not alone:
+        require_one_place(str(where), group)
     try:
-        checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            checkpoint.save(state_dict, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:
         raise describe_failures(f"the checkpoint {where} was not saved", error.failures, group) from error

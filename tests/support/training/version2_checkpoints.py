@@ -290,6 +290,40 @@ def save_local_copies(way: str, root: Path) -> tuple[str, str]:
         return "", ""
 
 
+def save_copies(root: Path) -> dict[str, Any]:
+    """Save on all ranks that share nothing: the same state, in the background, other keys on one, and where one cannot write."""
+    from smp_runtime.errors import CheckpointError
+
+    with joined({"hybrid_shard_degree": 1}) as tsm:
+        from torch.sagemaker.distributed.checkpoint import state_dict_saver
+        from torch.sagemaker.distributed.checkpoint.filesystem import DistributedFileSystemWriter
+        from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+
+        def fail(writer: Any) -> None:
+            raise OSError(28, "no space is left")
+
+        training, rank = Training(seed=0), tsm.state.rank
+        group = training.model.process_group
+        value = torch.full((4,), float(rank))
+        state_dict_saver.save({"x": value}, checkpoint_id=root / "a", process_group=group)
+        load_state(found := {"x": torch.empty(4)}, checkpoint_id=root / "a", process_group=group)
+        state_dict_saver.async_save({"x": value}, checkpoint_id=root / "a", process_group=group)
+        ended = state_dict_saver.maybe_finalize_async_calls(blocking=True, process_group=group)
+        said = {}
+        writer = DistributedFileSystemWriter(root / "c", pre_write_hooks=[fail])
+        wrong: dict[str, Any] = {
+            "keys": ({f"of rank {rank}": value}, {"checkpoint_id": root / "b"}),
+            "failed": ({"x": value}, {"storage_writer": writer}),
+        }
+        for name, (state, given) in wrong.items():
+            try:
+                state_dict_saver.save(state, process_group=group, **given)
+                said[name] = ""
+            except CheckpointError as error:
+                said[name] = str(error)
+        return {"found": float(found["x"][0]), "ended": len(ended), **said}
+
+
 def fail_in_background(root: Path) -> dict[str, Any]:
     """Save, fail to save to the same folder on one rank, load, and save again."""
     from smp_runtime.errors import CheckpointError
