@@ -16,7 +16,9 @@ from support.models.version2_mixtures import (
     TabledMixture,
     balance,
     make_listed,
+    make_noisy,
     make_tabled,
+    make_with_all_weights,
 )
 from support.training import version2_checkpoints as checkpoints
 from support.training import version2_experts as training
@@ -46,6 +48,18 @@ def check(found: dict[str, Any], tolerance: float = 1e-9) -> None:
 def test_shared_experts_train_as_in_one_process(ranks: Any, make: Any, config: dict[str, Any], world: int) -> None:
     for found in ranks(lambda: training.train(config, make, None, VOCABULARY), world, init=False, timeout=120):
         check(found)
+
+
+def test_experts_that_name_their_arguments_and_take_all_weights_are_shared_out(ranks: Any) -> None:
+    config = {"expert_parallel_degree": 2}
+    for found in ranks(
+        lambda: training.train(config, make_with_all_weights, None, VOCABULARY), 2, init=False, timeout=120
+    ):
+        check(found)
+
+
+def test_a_mixture_that_draws_experts_draws_as_one_process(ranks: Any) -> None:
+    assert max(ranks(training.draw_experts, 2, make_noisy, init=False, timeout=120)) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,10 +148,19 @@ class TabledExperts(SharedExperts):
             made.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
         return made
 
-    def forward(self, hidden_states: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sums of the results of each token's experts; all ranks of the group call it."""
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums of the results of each token's experts; all ranks of the group call it.
+
+        The arguments are those of the module's own class: tokens, the experts of each, and their weights.
+        """
         self.check()
+        given = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+        hidden_states, choices, weights = given.values()
         k = choices.shape[-1]
+        # Some classes take a weight of each token for every expert, with zeros.
+        self.takes_all_weights = weights.shape[-1] == self.experts != k
+        if self.takes_all_weights:
+            weights = weights.reshape(-1, self.experts).gather(1, choices.reshape(-1, k))
         rows = repeat_rows(hidden_states.reshape(-1, hidden_states.shape[-1]), k)
         results = run_experts(rows, choices.flatten(), self.experts, self.group, self.run)
         return combine(results, weights.reshape(-1, k)).view_as(hidden_states)
@@ -159,8 +169,11 @@ class TabledExperts(SharedExperts):
         count = rows.shape[0]
         if not count:  # parameters need gradients even so, like those of other ranks
             rows, own = rows.new_zeros(1, rows.shape[1]), own.new_zeros(1)
-        results: torch.Tensor = super().forward(rows, own[:, None], rows.new_ones(rows.shape[0], 1))
-        return results[:count]
+        weights = rows.new_ones(rows.shape[0], 1)
+        if self.takes_all_weights:
+            weights = rows.new_zeros(rows.shape[0], len(self.here)).scatter_(1, own[:, None], 1.0)
+        results: torch.Tensor = super().forward(rows, own[:, None], weights)
+        return results.reshape(rows.shape)[:count]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         here = self.here

@@ -15,6 +15,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import mix_seeds
 from smp_version2.moe.balancing import route
 from smp_version2.moe.exchange import ExpertGroup, combine, repeat_rows, shuffle
+from smp_version2.state import state
 
 if TYPE_CHECKING:
     from smp_version2.moe.config import MoEConfig
@@ -101,11 +102,9 @@ def inner(experts: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _same_numbers(mixture: nn.Module) -> Iterator[None]:
-    """Restore the random state afterwards, if a mixture may draw numbers."""
-    draws = mixture.training and (
-        getattr(mixture, "jitter_noise", 0) > 0 or any(isinstance(part, nn.Dropout) for part in mixture.modules())
-    )
-    with torch.random.fork_rng(enabled=bool(draws)):
+    """Restore the random state afterwards: any routing may draw numbers while it trains."""
+    device = state.joined.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=mixture.training):
         yield
 
 

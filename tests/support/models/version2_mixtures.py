@@ -81,6 +81,36 @@ class TabledMixture(nn.Module):
         return self.experts(flat, chosen, weights).view_as(x)
 
 
+class AllWeightsExperts(Experts):
+    """Experts that take a weight of each token for every expert, as gpt-oss of Transformers 4."""
+
+    def forward(self, x: torch.Tensor, indices: Any = None, scores: Any = None) -> torch.Tensor:
+        assert scores.shape == (x.reshape(-1, WIDTH).shape[0], self.num_experts)
+        flat = x.reshape(-1, WIDTH)
+        return super().forward(flat, indices, scores.gather(1, indices)).view(x.shape[0], -1, WIDTH)
+
+
+class AllWeightsMixture(nn.Module):
+    """A mixture that names the arguments of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(), AllWeightsExperts()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        _, weights, chosen = self.gate(x.reshape(-1, WIDTH))
+        scores = weights.new_zeros(weights.shape[0], EXPERTS).scatter(1, chosen, weights)
+        return self.experts(x, indices=chosen, scores=scores), scores
+
+
+class NoisyMixture(ListedMixture):
+    """A mixture that draws the experts of tokens while it trains."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        noise = torch.rand(x.shape[:-1], dtype=x.dtype) if self.training else torch.zeros((), dtype=x.dtype)
+        return super().forward(x * (1 - 2 * noise.round())[..., None])
+
+
 class Block(nn.Module):
     def __init__(self, mixture: type[nn.Module]) -> None:
         super().__init__()
@@ -113,6 +143,14 @@ def make_listed() -> Model:
 
 def make_tabled() -> Model:
     return Model(TabledMixture)
+
+
+def make_with_all_weights() -> Model:
+    return Model(AllWeightsMixture)
+
+
+def make_noisy() -> Model:
+    return Model(NoisyMixture)
 
 
 # -- references --------------------------------------------------------------------------------------------------------

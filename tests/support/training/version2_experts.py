@@ -226,6 +226,19 @@ def load_full(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
         model.load_state_dict(whole)
 
 
+def draw_experts(make: Any) -> float:
+    """Return how far apart the results of a mixture that draws numbers are from those of one process with the same numbers."""
+    with checkpoints.joined({"expert_parallel_degree": 2}) as tsm:
+        torch.manual_seed(0)
+        whole = make().double()
+        model = wrap(tsm.transform(copy.deepcopy(whole)))
+        found = []
+        for each in (model, whole):
+            torch.manual_seed(10 + tsm.state.rank)
+            found.append(each(draw(0, tsm.state.rank, 32)))
+        return distance(*found)
+
+
 def shuffle_once(make: Any, way: str) -> dict[str, Any]:
     """Train with and without the token shuffle; return how far apart results and parameters are."""
     with checkpoints.joined({"expert_parallel_degree": 2}) as tsm:
