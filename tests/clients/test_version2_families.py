@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.version2_families import FAMILIES, MIXTURES, make_family
+from support.models.version2_families import FAMILIES, MIXTURES, make_adapted, make_family
 
 #: What does not wait for `make test-clients-full`.
 SAMPLE = {"qwen2", "t5", "olmoe"}
@@ -54,3 +54,15 @@ def test_a_mixture_with_shared_experts_trains_as_one_process(ranks: Any, mixture
         assert max(found["apart"].values()) < TOLERANCE, found["apart"]
         assert found["norms"] < TOLERANCE
         assert found["held"] < 0.9 * found["whole"]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"context_parallel_degree": 2}, {"tensor_parallel_degree": 2}], ids=str)
+def test_adapters_of_peft_train_as_in_one_process(ranks: Any, degrees: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    from support.training.version2_training import train_on_slices
+
+    world = 4 if "tensor_parallel_degree" in degrees else 2
+    config = {"hybrid_shard_degree": 2, **degrees}
+    for found in ranks(train_on_slices, world, config, make_adapted, "wrapper", "p2p", False, init=False, timeout=200):
+        assert max(map(abs, found["losses"])) < TOLERANCE
+        assert max(found["apart"].values()) < TOLERANCE

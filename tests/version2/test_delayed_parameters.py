@@ -10,13 +10,13 @@ import torch
 from support.models.version2 import make_gpt2, make_llama, make_mixtral
 
 
-def _start(make: Any, config: dict[str, Any], from_rank0: bool = False) -> dict[str, torch.Tensor]:
-    """Return the full state of a model that was created on the meta device, on rank 0."""
+def _wrap_late(make: Any, config: dict[str, Any], from_rank0: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model that was created on the meta device, and rank 0's weights."""
     import functools
 
     import torch.sagemaker as tsm
     from accelerate import init_empty_weights
-    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
     from torch.sagemaker.delayed_param import DelayedParamIniter
     from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
@@ -40,6 +40,29 @@ def _start(make: Any, config: dict[str, Any], from_rank0: bool = False) -> dict[
             post_param_init_fn=initer.get_post_param_init_fn(),
             sync_module_states=from_rank0,
         )
+    return wrapped, first
+
+
+def _loss(make: Any, config: dict[str, Any]) -> float:
+    """Return the mean loss of all tokens of a sequence, of which each rank computes its slices."""
+    import torch.distributed as dist
+    from support.training.version2_training import cut_zigzag
+
+    model, _ = _wrap_late(make, config)
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    logits = model(input_ids=cut_zigzag(ids)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cut_zigzag(ids.roll(-1, 1)).flatten())
+    loss.backward()
+    mean = loss.detach().double()
+    dist.all_reduce(mean)
+    return float(mean / dist.get_world_size())
+
+
+def _start(make: Any, config: dict[str, Any], from_rank0: bool = False) -> dict[str, torch.Tensor]:
+    """Return the full state of a model that was created on the meta device, on rank 0."""
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    wrapped, first = _wrap_late(make, config, from_rank0)
     with FullyShardedDataParallel.state_dict_type(
         wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     ):
@@ -59,6 +82,14 @@ def test_every_topology_starts_with_the_same_weights(ranks: Any, make: Any) -> N
         assert torch.equal(value, two[name]), name
     weights = torch.cat([value.flatten() for name, value in one.items() if value.dim() == 2])
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)  # initializer_range of the models
+
+
+def test_sequences_are_shared_out_in_models_that_are_created_late(ranks: Any) -> None:
+    wanted = ranks(_loss, 2, make_llama, {"hybrid_shard_degree": 2}, init=False, timeout=120)
+    found = ranks(
+        _loss, 2, make_llama, {"hybrid_shard_degree": 2, "context_parallel_degree": 2}, init=False, timeout=120
+    )
+    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -246,6 +246,9 @@ def test_its_modules_are_those_of_pytorch() -> None:
         assert caught.value.code == "SMP321"
     with pytest.raises(SMPUserError, match="normalization"):
         modules.LayerNormLinear(16, 16, normalization="none")
+    assert not isinstance(linear, modules.LayerNormMLP)  # peft asks
+    with pytest.raises(SMPUserError, match="no LayerNormMLP"):
+        modules.LayerNormMLP(16, 16)
 
 
 def test_the_page_runs(ranks: Any) -> None:

@@ -156,6 +156,7 @@ def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
         (make_llama, {"hybrid_shard_degree": 2}, 2, "wrapper", "p2p", False),
         (make_llama, {"hybrid_shard_degree": 2}, 2, "function", "all_gather", False),
         (make_neox, {"hybrid_shard_degree": 2}, 4, "wrapper", "all_gather", True),
+        (make_mixtral, {"hybrid_shard_degree": 2}, 2, "function", "p2p", False),
         pytest.param(
             make_llama, {"tensor_parallel_degree": 2}, 4, "wrapper", "p2p", False, marks=pytest.mark.full, id="tensor"
         ),
@@ -204,3 +205,46 @@ def test_tensors_that_are_no_slices_are_refused(ranks: Any, shapes: list[list[in
 def test_eight_bits_are_refused_on_slices(ranks: Any) -> None:
     assert all("fp8_autocast" in said for said in ranks(_call_with, 2, [[2, 6]], True, init=False))
     assert ranks(_call_with, 2, [[2, 6]], False, init=False) == ["", ""]
+
+
+def _load_and_call(way: str) -> str:
+    import torch.sagemaker as tsm
+    from support.training.version2_training import cut_zigzag
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    tsm.init({"context_parallel_degree": 2})
+    model = tsm.transform(make_llama())
+    rows = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(0))
+    shared = {"num_replicas": 1, "rank": 0} if way == "one batch" else {}
+    cut_before = way == "cut by the loader"
+    sampler = None if way == "not cut" else DistributedSampler(rows, **shared, shuffle=False)
+    loader = (
+        DataLoader(
+            rows, batch_size=2, sampler=sampler, collate_fn=lambda found: {"ids": cut_zigzag(torch.stack(found))}
+        )
+        if cut_before
+        else DataLoader(rows, batch_size=2, sampler=sampler)
+    )
+    try:
+        for batch in loader:
+            ids = batch["ids"] if cut_before else batch
+            model(input_ids=ids if cut_before or way == "not cut" else cut_zigzag(ids))
+    except ValueError as error:
+        return f"{error.code} {error}"
+    assert len(iter(loader)) == len(loader)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("one batch", ()),
+        ("cut by the loader", ()),
+        ("not cut", ("with the same tokens", "tsm.state.cp_rank")),
+        ("other batches", ("rank 1 loaded another batch", "12 tokens", "num_replicas=tsm.state.world_size")),
+    ],
+)
+def test_slices_of_different_batches_are_refused(ranks: Any, way: str, words: tuple[str, ...]) -> None:
+    for said in ranks(_load_and_call, 2, way, init=False):
+        assert said.startswith("SMP310") == bool(words)
+        assert all(word in said for word in words)

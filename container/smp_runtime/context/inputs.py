@@ -18,6 +18,8 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
@@ -66,10 +68,17 @@ class SequenceInputs:
         }
         return cut_args, cut_kwargs
 
-    def agree(self, length: int) -> None:
-        """Check that the group's ranks hold slices of sequences of one length, and let their random numbers be the same."""
+    def agree(self, length: int, describe: Callable[[], Any]) -> list[Any]:
+        """Check that the group's ranks hold slices of sequences of one length, and let their random numbers be the same.
+
+        Args:
+            describe: returns more that the ranks tell each other.
+
+        Returns:
+            What each rank of the group has told; nothing in calls that are not compared.
+        """
         self._report()
-        self._compare((torch.tensor([length]),), {})
+        return self._compare((torch.tensor([length]),), {}, describe)
 
     def _cut_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, ShardedSequence):
@@ -80,15 +89,18 @@ class SequenceInputs:
         layout = zigzag(value.shape[1], self._group.size)
         return ShardedSequence(self._group.take(value, 1, layout), 1, layout, self._group)
 
-    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the inputs of the group's ranks, and let their random numbers be those of the first."""
+    def _compare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], describe: Callable[[], Any] = lambda: None
+    ) -> list[Any]:
+        """Compare the inputs of the group's ranks, let their random numbers be those of the first, and exchange ``describe()``."""
         self._calls += 1
         is_due = self._calls <= _COMPARED_FIRST or self._calls % _COMPARED_EVERY == 0
         if self._ranks.device.type != "cpu" and not is_due:
-            return
+            return []
         tensors = argument_tensors((args, kwargs))
-        mine = torch.tensor([*_digest(tensors), *_random_state(self._ranks.device)], dtype=torch.float64)
-        everyone = self._ranks.control.allgather(mine.tolist(), self._ranks.members(Group.CONTEXT))
+        mine = torch.tensor([*digest(tensors), *_random_state(self._ranks.device)], dtype=torch.float64)
+        told = self._ranks.control.allgather((mine.tolist(), describe()), self._ranks.members(Group.CONTEXT))
+        everyone = [numbers for numbers, _ in told]
         for place, theirs in enumerate(everyone):
             if theirs[:3] != everyone[0][:3]:
                 members = self._ranks.members(Group.CONTEXT)
@@ -100,6 +112,7 @@ class SequenceInputs:
                 )
         if any(theirs[3:] != everyone[0][3:] for theirs in everyone):
             self._agree_on_random_numbers()
+        return [more for _, more in told]
 
     def _agree_on_random_numbers(self) -> None:
         """Take over the state of the first rank's generators: dropout must drop the same elements on all ranks."""
@@ -130,7 +143,7 @@ class SequenceInputs:
                 logger.info("Context parallelism: %s gathers sequences, %s bytes per rank so far", name, f"{size:,}")
 
 
-def _digest(tensors: list[torch.Tensor]) -> list[float]:
+def digest(tensors: list[torch.Tensor]) -> list[float]:
     """Return three numbers that differ where tensors do."""
     count, total, weighted = 0, 0.0, 0.0
     for tensor in tensors:

@@ -137,6 +137,17 @@ class LayerNormLinear(nn.Module):
         return self.linear(self.norm(input))
 
 
+class LayerNormMLP(nn.Module):
+    """A name for ``isinstance``, as peft asks of every layer. There are no such modules, and none can be made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise SMPUserError(
+            "transformer_engine is not installed, and what stands in for it has no LayerNormMLP: install it, or use PyTorch's "
+            "modules, whose nn.Linear multiply in 8 bits inside fp8_autocast",
+            code="SMP321",
+        )
+
+
 def _usable(device: Any) -> Any:
     """Return a device; scripts name the GPU as in transformer_engine's own default, also on machines without one."""
     is_missing = device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available()

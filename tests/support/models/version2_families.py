@@ -164,3 +164,16 @@ def make_family(name: str) -> Callable[[], Any]:
         return model
 
     return make
+
+
+def make_adapted() -> Any:
+    """Make a Llama with adapters of peft in all linear layers."""
+    import peft
+
+    from support.models.version2 import make_llama
+
+    model = make_llama()
+    model.enable_input_require_grads()  # the training recomputes blocks, whose inputs must have gradients
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    )
