@@ -39,7 +39,7 @@ class LoadedBatches:
 
         @functools.wraps(original)
         def iterate(loader: DataLoader[Any]) -> Any:
-            return _Watched(original(loader), self)
+            return _NotedIterator(original(loader), self)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
@@ -62,7 +62,7 @@ class LoadedBatches:
         return [tensor for tensor in self.last if tensor.dim() > 1 and tensor.shape[1] in (length, length + 1)]
 
 
-class _Watched:
+class _NotedIterator:
     """An iterator of a loader, whose batches are noted."""
 
     def __init__(self, iterator: Iterator[Any], batches: LoadedBatches) -> None:
