@@ -24,7 +24,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from smp_runtime.job.ranks import Ranks
 
@@ -91,7 +91,7 @@ def _varies(tensor: torch.Tensor) -> bool:
     return bool((tensor != tensor.flatten()[0]).any()) if tensor.numel() else False
 
 
-def _require_one_batch(told: list[tuple[list[float], int, list[float]]], members: tuple[int, ...], length: int) -> None:
+def _require_one_batch(told: list[tuple[list[float], int, list[float]]], members: Sequence[int], length: int) -> None:
     """Raise an error unless the ranks of a group hold different slices of one batch.
 
     The slices cannot show whether they belong together. The batches that loaders have returned can.
