@@ -147,6 +147,16 @@ def test_checkpoints_bring_shared_experts_back(
         assert differing == []
 
 
+@pytest.mark.parametrize(
+    ("make", "degrees"), [(make_tabled, (2, 1, 4, 2)), (make_listed, (2, 4, 1))], ids=["tables", "lists"]
+)
+def test_sharded_checkpoints_load_at_other_expert_degrees(
+    ranks: Any, tmp_path: Path, make: Any, degrees: tuple[int, ...]
+) -> None:
+    for apart in ranks(training.resume_at_other_degrees, 4, make, degrees, tmp_path, init=False, timeout=180):
+        assert max(apart.values()) < 1e-9, apart
+
+
 def test_tokens_of_all_ranks_are_mixed(ranks: Any) -> None:
     for found in ranks(training.shuffle_once, 2, make_tabled, "none", init=False, timeout=120):
         assert found["own"] < 0.95  # routers see rows of the other rank

@@ -7,16 +7,21 @@ save writes files of new names, so a save that ends early leaves an older checkp
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+from torch.distributed.checkpoint.metadata import StorageMeta
 
+from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_version2.checkpoint.locations import is_s3_uri
+from smp_version2.moe.saved_experts import EXPERTS_FILE, FOLDER, ExpertRecord, SavedPart, check_parts, join
 from smp_version2.split_parameters import SPLIT_FILE, SplitRecord
 from smp_version2.state import state
 
@@ -129,6 +134,10 @@ class DistributedFileSystemWriter(FileSystemWriter):
         if split is not None:
             with self.fs.create_stream(self.fs.concat_path(self.path, SPLIT_FILE), "wb") as stream:
                 stream.write(split.encode())
+        experts = ExpertRecord.of(state.joined).to_json(state.joined) if state.is_joined else None
+        if experts is not None:
+            with self.fs.create_stream(self.fs.concat_path(self.path, EXPERTS_FILE), "wb") as stream:
+                stream.write(experts.encode())
         super().finish(metadata, results)
         names = {result.storage_data.relative_path for each in results for result in each}
         for found in self.fs.ls(self.path):
@@ -162,14 +171,93 @@ class DistributedFileSystemReader(FileSystemReader):
         self._client = (s3_region, s3client_config)
         super().__init__(path)
         self.reset(path)
+        self.parts: list[SavedPart] = []
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what describes the checkpoint as this rank sees it: that of all parts together, if it has other experts than they.
+
+        Raises:
+            CheckpointError: the checkpoints of other expert parallel ranks are needed, and not there.
+            FileNotFoundError: there is no checkpoint.
+        """
+        if not self.parts:
+            self.parts = self._find_parts()
+        if not self.parts:
+            return super().read_metadata(*args, **kwargs)
+        ranks = state.joined
+        found = join(self.parts, ExpertRecord.of(ranks), ranks.size(Group.EP), ranks.rank_in(Group.EP))
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+    def _find_parts(self) -> list[SavedPart]:
+        """Return the parts of a checkpoint with other experts than this rank's; none if it is of this rank, or of no mixture."""
+        if not state.is_joined:
+            return []
+        mine = (state.ep_size, state.ep_rank)
+        name, parent = os.path.basename(os.fspath(self.path)), os.path.dirname(os.fspath(self.path))
+        if self.fs.exists(self.fs.concat_path(self.path, METADATA)):
+            alone = self._read_part(self.path, name)
+            if alone.place == mine:
+                return []
+            if alone.place[0] == 1:
+                return [dataclasses.replace(alone, folder="")]
+            root = parent
+        else:
+            root = parent if FOLDER.fullmatch(name) else os.fspath(self.path)
+        names = [os.path.basename(str(found).rstrip("/")) for found in self._list(root)]
+        folders = sorted(found for found in names if FOLDER.fullmatch(found))
+        parts = [
+            self._read_part(self.fs.concat_path(root, found), found)
+            for found in folders
+            if self.fs.exists(self.fs.concat_path(self.fs.concat_path(root, found), METADATA))
+        ]
+        if not parts:
+            return []
+        self.path = self.fs.init_path(root)
+        return check_parts(root, parts)
+
+    def read_names(self, key: str) -> list[Any]:
+        """Return the names in a list that each part has, such as those of an optimizer's group, without other ranks' experts."""
+        others = ExpertRecord.of(state.joined).others
+        found: dict[Any, None] = {}
+        for part in self.parts:
+            path = self.fs.concat_path(self.path, part.folder) if part.folder else self.path
+            reader = _PartReader(path, s3_region=self._client[0], s3client_config=self._client[1])
+            values: dict[str, Any] = {key: None}
+            checkpoint.load(values, storage_reader=reader, no_dist=True)
+            found |= dict.fromkeys(values[key])
+        return [name for name in found if not any(str(name).startswith(f"{other}.") for other in others)]
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            return list(self.fs.ls(folder))
+        except OSError:
+            return []
+
+    def _read_part(self, path: Any, name: str) -> SavedPart:
+        """Read what describes one part."""
+        file, about = self.fs.concat_path(path, EXPERTS_FILE), {}
+        if self.fs.exists(file):
+            with self.fs.create_stream(file, "rb") as stream:
+                about = json.loads(stream.read().decode())
+        reader = DistributedFileSystemReader(path, s3_region=self._client[0], s3client_config=self._client[1])
+        return SavedPart(name, FileSystemReader.read_metadata(reader), about)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turn to another checkpoint."""
         if checkpoint_id:
             self.fs = path_to_file_system(checkpoint_id, *self._client)
+            self.parts = []
         super().reset(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a path can be read."""
         return is_s3_uri(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class _PartReader(DistributedFileSystemReader):
+    """Reads one part of a checkpoint as it is."""
+
+    def _find_parts(self) -> list[SavedPart]:
+        return []

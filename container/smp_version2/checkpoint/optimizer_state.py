@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.checkpoint import Metadata, StorageReader
 
+    from smp_version2.checkpoint.filesystem import DistributedFileSystemReader
+
 #: Places of a moment's path: ``optimizer``, ``state``, name of the parameter, name of the moment.
 _NAME = 2
+#: The last place of the path of a group's parameters, which are those of all parts of a checkpoint of shared experts.
+_NAMES = "params"
 
 
 def load_sharded_optimizer_state(
@@ -47,6 +51,9 @@ def load_sharded_optimizer_state(
         )
     flat = {key: _make_target(key, path, metadata, model_state_dict) for key, path in paths.items()}
     load(flat, storage_reader=storage_reader, process_group=group)
+    for key, path in paths.items() if getattr(storage_reader, "parts", ()) else ():
+        if path[-1] == _NAMES:
+            flat[key] = cast("DistributedFileSystemReader", storage_reader).read_names(key)
     nested: dict[Any, Any] = {}
     for key, path in paths.items():
         inner = nested

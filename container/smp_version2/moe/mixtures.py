@@ -18,6 +18,8 @@ from smp_version2.moe.exchange import ExpertGroup
 from smp_version2.moe.experts import ListedExperts, class_in_front, to_tables
 from smp_version2.moe.proof import MixtureTrial
 from smp_version2.moe.routers import BalancedRouter, ReplayedMixture, RoutedMixture, ShuffledMixture
+from smp_version2.moe.saved_experts import ExpertRecord
+from smp_version2.state import state
 
 #: Settings that are taken for scripts that have them, and change nothing.
 _WITHOUT_EFFECT = {
@@ -179,6 +181,18 @@ def _convert_one(mixture: Mixture, config: MoEConfig | None, group: ExpertGroup)
         module.moe_config, module.shuffle_group = config, group
         module.__class__ = class_in_front(ShuffledMixture, type(module))
     experts.share_out(group)
+    _note(mixture, experts)
+
+
+def _note(mixture: Mixture, experts: Any) -> None:
+    """Let checkpoints know which experts this rank has."""
+    record = ExpertRecord.of(state.joined)
+    path = f"{mixture.path}.{mixture.experts}".lstrip(".")
+    if mixture.is_list:
+        record.others |= {f"{path}.{name}" for number, name in enumerate(experts.names) if number not in experts.here}
+        return
+    tensors = [*experts.named_parameters(recurse=False), *experts.named_buffers(recurse=False)]
+    record.tables |= {f"{path}.{name}": mixture.count for name, _ in tensors}
 
 
 def _require_plain(mixture: Mixture) -> None:

@@ -211,6 +211,38 @@ def resume(config: dict[str, Any], make: Any, way: str, root: Path) -> list[str]
         return differing
 
 
+#: By expert parallel degree of four ranks, the other degrees.
+DEGREES: dict[int, dict[str, int]] = {
+    1: {"hybrid_shard_degree": 2},
+    2: {"hybrid_shard_degree": 2, "expert_parallel_degree": 2},
+    4: {"hybrid_shard_degree": 1, "expert_parallel_degree": 4},
+}
+
+
+def resume_at_other_degrees(make: Any, degrees: tuple[int, ...], root: Path) -> dict[str, float]:
+    """Train, and save and resume at one expert parallel degree after the other; return how far state and later training differ."""
+    apart: dict[str, float] = {}
+    before: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for place, degree in enumerate(degrees):
+        with checkpoints.joined(DEGREES[degree]) as tsm:
+            name = f"ep{tsm.state.ep_size}-{tsm.state.ep_rank}"
+            training = ExpertTraining(place, make)
+            if place:
+                checkpoints.load(training, root / str(place - 1) / name)
+                found = full_state(training.model)
+                apart[f"to {degree}"] = max(distance(found[key], value) for key, value in before.items())
+            training.train(2 * place + 2)
+            checkpoints.save(training, root / str(place) / name)
+            before = full_state(training.model)
+            if not place:
+                training.train(2 * len(degrees))
+                whole = full_state(training.model)
+            torch.distributed.barrier()
+    apart["later"] = max(distance(before[key], value) for key, value in whole.items())
+    return apart
+
+
 def tsm_queue() -> Any:
     """Return a queue of saves."""
     from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
