@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.documents.doc_runs import matching
+from support.models.version2 import make_mixtral
+from support.models.version2_mixtures import make_tabled
 from support.training import version2_checkpoints as training
 
 from smp_records.records import parse_failure
@@ -295,6 +297,31 @@ def test_tensors_that_are_split_in_several_places_are_joined(ranks: Any, tmp_pat
     found = torch.load(tmp_path / "full.pt", weights_only=True)
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
     assert "transformer.h.0.attn.c_attn.weight" in found  # queries, keys and values
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (make_tabled, {"hybrid_shard_degree": 2}),
+        (make_mixtral, {"hybrid_shard_degree": 1, "tensor_parallel_degree": 2}),
+    ],
+    ids=["tables", "lists, split"],
+)
+def test_shared_experts_are_joined(ranks: Any, tmp_path: Path, make: Any, config: dict[str, Any]) -> None:
+    config = {"expert_parallel_degree": 2, **config}
+    wanted = ranks(training.save_split, 4, config, tmp_path / "saved", make, init=False, timeout=120)[0]
+    _convert(tmp_path / "saved", tmp_path / "full.pt", "--to", "full")
+    found = torch.load(tmp_path / "full.pt", weights_only=True)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    (part,) = tmp_path.glob("saved/tp*-0/ep2-1")
+    (part / "smp_experts.json").unlink()
+    said = _convert(tmp_path / "saved", tmp_path / "half", "--to", "full", code=1)
+    assert "without smp_experts.json" in said
+    assert "or a full state dict" in said
+    (part / ".metadata").unlink()
+    said = _convert(tmp_path / "saved", tmp_path / "half", "--to", "full", code=1)
+    assert "has the checkpoints ep2-0, which are not those of all expert parallel ranks" in said
 
 
 def test_checkpoints_of_version_1_become_those_of_version_2_and_back(ranks: Any, tmp_path: Path) -> None:

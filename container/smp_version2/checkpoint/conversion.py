@@ -30,6 +30,7 @@ from smp_version2.checkpoint.filesystem import (
 )
 from smp_version2.checkpoint.local_shards import LocalShard
 from smp_version2.checkpoint.state_dict_loader import OF_THE_ORIGINAL, read_metadata, refusal_of_the_original
+from smp_version2.moe.saved_experts import EXPERTS_FILE, FOLDER, SavedPart, check_parts
 from smp_version2.split_parameters import SPLIT_FILE
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _MODEL_KEYS = ("model", "state_dict", "module")
 #: What wrappers of modules add to names.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 #: Names of folders in scripts: the degree, and the rank.
-_EXPERTS, _TENSOR = re.compile(r"ep(\d+)-\d+"), re.compile(r"tp(\d+)-\d+")
+_TENSOR = re.compile(r"tp(\d+)-\d+")
 #: Folders that a message names.
 _SHOWN = 4
 
@@ -52,12 +53,14 @@ class _SavedPart:
     Attributes:
         keys: in the checkpoint, by the names in the model.
         split: the content of :data:`SPLIT_FILE`; empty without tensor parallelism.
+        experts: the content of :data:`EXPERTS_FILE`; empty without expert parallelism.
     """
 
     folder: Path
     metadata: Metadata
     keys: dict[str, str]
     split: dict[str, Any]
+    experts: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> _SavedPart:
@@ -69,7 +72,9 @@ class _SavedPart:
         metadata = read_metadata(DistributedFileSystemReader(folder))
         file = folder / SPLIT_FILE
         split = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return cls(folder, metadata, _find_model(folder, metadata), split)
+        of_experts = folder / EXPERTS_FILE
+        experts = json.loads(of_experts.read_text(encoding="utf-8")) if of_experts.is_file() else {}
+        return cls(folder, metadata, _find_model(folder, metadata), split, experts)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -81,6 +86,11 @@ class _SavedPart:
         saved: Any = self.metadata.state_dict_metadata[self.keys[name]]
         return tuple(saved.size)
 
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor."""
+        saved: Any = self.metadata.state_dict_metadata[self.keys[name]]
+        return str(saved.properties.dtype).removeprefix("torch.")
+
     def value(self, name: str) -> torch.Tensor:
         """Return this part of a tensor."""
         key = self.keys[name]
@@ -91,6 +101,49 @@ class _SavedPart:
         with _alone():
             checkpoint.load({key: made}, storage_reader=reader, planner=planner, no_dist=True)
         return made
+
+
+@dataclass(frozen=True)
+class _SharedExperts(_SavedPart):
+    """The parts of all expert parallel ranks with one tensor coordinate, which together are one such part.
+
+    Attributes:
+        parts: in the order of the ranks. The other attributes are those of the first, with the names of all.
+    """
+
+    parts: tuple[_SavedPart, ...] = ()
+
+    @classmethod
+    def of(cls, found: list[_SavedPart]) -> _SharedExperts:
+        """Take parts that :func:`check_parts` has checked."""
+        first = found[0]
+        keys = {name: key for part in reversed(found) for name, key in part.keys.items()}
+        split = dict(first.split)
+        if split:
+            split["slices"] = {name: where for part in found for name, where in part.split.get("slices", {}).items()}
+        return cls(first.folder, first.metadata, keys, split, first.experts, tuple(found))
+
+    def _with(self, name: str) -> list[_SavedPart]:
+        """Return the parts that have a tensor or some of its experts."""
+        having = [part for part in self.parts if name in part.keys]
+        experts = self.experts["tables"].get(name)
+        is_shared = experts is not None and having[0].shape(name)[0] * len(self.parts) == experts
+        return having if is_shared else having[:1]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor with all experts."""
+        having = self._with(name)
+        shape = having[0].shape(name)
+        return (shape[0] * len(having), *shape[1:]) if len(having) > 1 else shape
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor."""
+        return self._with(name)[0].dtype(name)
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return this part of a tensor, with all experts."""
+        values = [part.value(name) for part in self._with(name)]
+        return torch.cat(values) if len(values) > 1 else values[0]
 
 
 def read_weights_of_version_2(path: Path, config: str | None) -> Weights | None:
@@ -108,7 +161,7 @@ def read_weights_of_version_2(path: Path, config: str | None) -> Weights | None:
     folders = sorted({found.parent for found in path.rglob(METADATA)}) if path.is_dir() else []
     if not folders:
         return None
-    parts = sorted((_SavedPart.read(folder) for folder in folders), key=lambda part: part.place)
+    parts = sorted(_join_experts(path, [_SavedPart.read(folder) for folder in folders]), key=lambda part: part.place)
     _check(path, parts)
     records = {name: _describe(parts, name) for name in parts[0].keys}
     return Weights(
@@ -162,16 +215,35 @@ def _find_model(folder: Path, metadata: Metadata) -> dict[str, str]:
     return {_WRAPPERS.sub("", name): key for key, name in named}
 
 
+def _join_experts(path: Path, parts: list[_SavedPart]) -> list[_SavedPart]:
+    """Return one part for each tensor coordinate, with all experts.
+
+    Raises:
+        CheckpointError: parts of some expert parallel ranks are missing.
+    """
+    made: list[_SavedPart] = []
+    shared: dict[tuple[int, int], list[_SavedPart]] = {}
+    for part in parts:
+        if _place_of_experts(part).place[0] > 1:
+            shared.setdefault(part.place, []).append(part)
+        else:
+            made.append(part)
+    for found in shared.values():
+        by_folder = {_place_of_experts(part).place: part for part in found}
+        ordered = check_parts(str(path), [_place_of_experts(part) for part in found])
+        made.append(_SharedExperts.of([by_folder[each.place] for each in ordered]))
+    return made
+
+
+def _place_of_experts(part: _SavedPart) -> SavedPart:
+    named = next((name for name in reversed(part.folder.parts) if FOLDER.fullmatch(name)), "")
+    return SavedPart(named, part.metadata, part.experts)
+
+
 def _check(path: Path, parts: list[_SavedPart]) -> None:
     """Raise an error unless the parts are all of one checkpoint."""
     shown = ", ".join(str(part.folder) for part in parts[:_SHOWN])
     for part in parts:
-        experts = max((int(found[1]) for found in map(_EXPERTS.fullmatch, part.folder.parts) if found), default=1)
-        if experts > 1:
-            raise CheckpointError(
-                f"{part.folder} has the experts of one of {experts} expert parallel ranks, which are not joined here: save a full "
-                "state dict in the job"
-            )
         tensor = max((int(found[1]) for found in map(_TENSOR.fullmatch, part.folder.parts) if found), default=1)
         if tensor > 1 and not part.split:
             raise CheckpointError(
@@ -202,10 +274,9 @@ def _slices(parts: list[_SavedPart], name: str) -> Iterator[tuple[_SavedPart, di
 
 
 def _describe(parts: list[_SavedPart], name: str) -> TensorRecord:
-    saved: Any = parts[0].metadata.state_dict_metadata[parts[0].keys[name]]
     split = next((where for _, where in _slices(parts, name)), None)
-    shape = tuple(saved.size if split is None else split["shape"])
-    return TensorRecord(shape, str(saved.properties.dtype).removeprefix("torch."))
+    shape = tuple(parts[0].shape(name) if split is None else split["shape"])
+    return TensorRecord(shape, parts[0].dtype(name))
 
 
 def _join(parts: list[_SavedPart], name: str) -> torch.Tensor:

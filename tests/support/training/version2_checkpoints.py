@@ -409,7 +409,7 @@ def _whole(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_split(config: dict[str, Any], root: Path, make: Any = None) -> dict[str, torch.Tensor]:
-    """Save a split model as scripts do: a folder for each tensor parallel rank; rank 0 returns the whole."""
+    """Save a split model as scripts do: a folder for each tensor and expert parallel rank; rank 0 returns the whole."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     with joined(config) as tsm:
@@ -419,7 +419,7 @@ def save_split(config: dict[str, Any], root: Path, make: Any = None) -> dict[str
         model = _make_wrapped(tsm, make)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model": model.state_dict(), "steps": 3}
-        folder = root / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}" / "ep1-0"
+        folder = root / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}" / f"ep{tsm.state.ep_size}-{tsm.state.ep_rank}"
         group = model.process_group
         if tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0:
             state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
