@@ -80,7 +80,7 @@ class Verification:
         Raises:
             ConfigError: parameters that are invalid, or do not fit the number of processes.
         """
-        refuse_version_2(given, "verify with --parameters")
+        refuse_version_2(given, "verify with --parameters", script)
         wanted = ModelParallelParameters.from_mp_parameters(dict(given))
         least = wanted.pipeline_parallel_degree * wanted.tensor_parallel_degree
         if processes is None:

@@ -124,7 +124,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     given = parse_dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
     kinds = 1
     if given is not None:
-        refuse_version_2(given, "a rehearsal")
+        refuse_version_2(given, "a rehearsal", Path(script))
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
     card = _card(instance_type, ranks, rates, measured)
     with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters
@@ -210,7 +211,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
         )
     card = RateCard.of_instance(instance_type, processes_per_host=processes_per_host, usd_per_hour=usd_per_hour)
     per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)
-    refuse_version_2(parameters, "a search for degrees")
+    refuse_version_2(parameters, "a search for degrees", Path(script))
     given = {"ddp": True, **(parameters or {})}
     settings = ModelParallelParameters.from_mp_parameters(given)
     refuse_pieces(settings)

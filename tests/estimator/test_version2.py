@@ -188,6 +188,16 @@ def test_tools_for_version_1_name_parameters_of_version_2(tool: str, tmp_path: P
     }
     with pytest.raises(ConfigError, match=r"are of version 2 of the library .* is for version 1"):
         calls[tool]()
+    if tool in (
+        "rehearse",
+        "suggest of a script",
+        "verify",
+    ):  # both versions have the parameter, and the script says which
+        del of_2["hybrid_shard_degree"]
+        of_2["tensor_parallel_degree"] = 2
+        (tmp_path / "train.py").write_text("import torch.sagemaker as tsm\n")
+        with pytest.raises(ConfigError, match=r"parameters of .*train.py are of version 2 .* is for version 1"):
+            calls[tool]()
 
 
 def test_a_manifest_has_the_parameters_of_version_2() -> None:

@@ -73,18 +73,20 @@ def choose_version(parameters: Any, script: str | Path | None) -> VersionChoice:
     )
 
 
-def refuse_version_2(parameters: Any, what: str) -> None:
+def refuse_version_2(parameters: Any, what: str, script: str | Path | None = None) -> None:
     """Raise an error if parameters are of version 2, for a tool that is for version 1.
 
     Args:
         what: the tool, as the subject of a sentence in the singular.
+        script: decides if both versions have the parameters; None if there is none.
 
     Raises:
         ConfigError: they are.
     """
-    if are_of_version_2(parameters):
+    if are_of_version_2(parameters) or choose_version(parameters, script).is_2:
+        which = "the parameters" if are_of_version_2(parameters) else f"the parameters of {script}"
         raise ConfigError(
-            f"the parameters are of version 2 of the library (import {OF_VERSION_2}), and {what} is for version 1: "
+            f"{which} are of version 2 of the library (import {OF_VERSION_2}), and {what} is for version 1: "
             "run a few steps of the script as processes of this machine instead, with smp-estimator run or instance_type='local'",
             code="SMP101",
         )

@@ -1,7 +1,14 @@
 """Names for PyTorch."""
 
 from smp_runtime.fp8.autocast import checkpoint, fp8_autocast
-from smp_version2.eight_bits.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, RMSNorm
+from smp_version2.eight_bits.modules import (
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+)
 from smp_version2.eight_bits.names import missing_name
 
 from . import attention, distributed, fp8
