@@ -29,10 +29,15 @@ def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def _remove_surplus(folder, newest, seen):
+    hidden, problems = transaction.hide(transaction.find_surplus(folder, 3, newest, seen))
+    assert problems == transaction.remove(hidden) == []
+
+
 def test_nothing_is_opened_while_there_are_not_too_many(tmp_path, opened):
     for tag in range(5):
         _checkpoint(tmp_path, tag, tag)
-    assert transaction.prune(tmp_path, 5, "4_partial") == []
+    assert transaction.find_surplus(tmp_path, 5, "4_partial") == []
     assert opened == []
     assert len(_names(tmp_path)) == 5
 
@@ -41,12 +46,12 @@ def test_each_is_opened_once_as_long_as_it_stays_what_it_was(tmp_path, opened):
     seen = transaction.SeenFolders()
     for tag in range(5):
         _checkpoint(tmp_path, tag, tag)
-        transaction.prune(tmp_path, 3, f"{tag}_partial", seen)
+        _remove_surplus(tmp_path, f"{tag}_partial", seen)
     assert _names(tmp_path) == ["2_partial", "3_partial", "4_partial"]
     assert sorted(opened) == [f"{tag}_partial" for tag in range(5)]
     shutil.rmtree(tmp_path / "2_partial")
     _checkpoint(tmp_path, 2, 9)  # saved anew under the same tag
     _checkpoint(tmp_path, 5, 10)
-    transaction.prune(tmp_path, 3, "5_partial", seen)
+    _remove_surplus(tmp_path, "5_partial", seen)
     assert _names(tmp_path) == ["2_partial", "4_partial", "5_partial"]
     assert sorted(opened[5:]) == ["2_partial", "5_partial"]

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention  # a name from befo
 from smp_runtime.context import functions
 from smp_runtime.context.rules import flexible
 from smp_runtime.context.sequence import ShardedSequence
+from smp_runtime.errors import SMPUserError
 
 compiled = torch.compile(flex_attention, backend="eager")
 
@@ -226,10 +227,10 @@ def test_keys_of_another_length_that_are_whole_or_cut():
 def test_arguments_that_do_not_fit_are_refused():
     def rank(group):
         q, k, v = (cut(_given()[name], group).transpose(1, 2) for name in "qkv")
-        with pytest.raises(ValueError, match="enable_gqa"):
+        with pytest.raises(SMPUserError, match="enable_gqa"):
             flex_attention(q, k, v)
         short = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, S, S, device="cpu")
-        with pytest.raises(ValueError, match="13 queries"):
+        with pytest.raises(SMPUserError, match="13 queries"):
             flex_attention(q, k, v, block_mask=short, enable_gqa=True)
 
     run_context(2, rank)

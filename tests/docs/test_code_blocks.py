@@ -212,6 +212,9 @@ def test_commands_in_the_text(document: Path) -> None:
                 assert all(name in found.commands for name in names), f"{document.name}: {span}"
                 found = found.commands[names[0]]
                 words = words[1:]
-            options = {option for param in found.params for option in param.opts} | {"--help", "--version"}
+            options = {option for param in found.params for option in (*param.opts, *param.secondary_opts)} | {
+                "--help",
+                "--version",
+            }
             named = [word.split("=")[0] for word in words if word.startswith("--")]
             assert set(named) <= options, f"{document.name}: {span}"

@@ -176,7 +176,7 @@ def _refused_at_the_end():
     return losses
 
 
-def _fails(_):
+def _fails(*_):
     from smp_runtime.errors import SMPUserError
 
     raise SMPUserError("on purpose")

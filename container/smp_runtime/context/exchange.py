@@ -104,9 +104,9 @@ class ContextGroup:
     def move(self, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout) -> torch.Tensor:
         """Return this rank's positions in another layout of a sequence of the same length; only others' positions travel."""
         if layout.outer == layout.inner == 1:
-            return _Move.apply(local, dim, layout, other, self)
+            return _MovePositions.apply(local, dim, layout, other, self)
         apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
-        return _Move.apply(apart, dim + 1, layout.base, other.base, self).flatten(dim, dim + 2)
+        return _MovePositions.apply(apart, dim + 1, layout.base, other.base, self).flatten(dim, dim + 2)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors."""
@@ -174,7 +174,7 @@ class ContextGroup:
         return total
 
 
-#: Indices in a :class:`.Move`.
+#: Indices in a :class:`.PositionMove`.
 _KEPT, _MOVED = ("kept", "kept_places"), ("leaving", "arriving")
 
 #: Indices of so many layouts are kept on the device.
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
         return _ReturnGradients.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
 
 
-class _Move(torch.autograd.Function):
+class _MovePositions(torch.autograd.Function):
     """Forward another rank's positions; backward the way back, since each position is on one rank in both layouts."""
 
     @staticmethod
@@ -218,7 +218,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Move.apply(gradient, ctx.dim, ctx.other, ctx.layout, ctx.group), None, None, None, None
+        return _MovePositions.apply(gradient, ctx.dim, ctx.other, ctx.layout, ctx.group), None, None, None, None
 
 
 class _ReturnGradients(torch.autograd.Function):

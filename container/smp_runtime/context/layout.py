@@ -132,7 +132,7 @@ def layout_of(key: Any) -> SequenceLayout:
 
 
 @dataclass(frozen=True)
-class Move:
+class PositionMove:
     """What a rank does so that it has the positions of another layout of the same sequence.
 
     Args:
@@ -148,7 +148,7 @@ class Move:
 
 @functools.lru_cache(maxsize=64)
 @always_computed
-def move_between(one: SequenceLayout, other: SequenceLayout, rank: int) -> Move:
+def move_between(one: SequenceLayout, other: SequenceLayout, rank: int) -> PositionMove:
     """Return a rank's part in moving a sequence from one layout to another."""
     places = torch.empty(2, one.length, dtype=torch.int64)  # of each position on its rank
     owners = torch.empty_like(places)
@@ -165,7 +165,7 @@ def move_between(one: SequenceLayout, other: SequenceLayout, rank: int) -> Move:
     leaving = [between(rank, each)[0] if each != rank else places[0, :0] for each in others]
     arriving = [between(each, rank)[1] if each != rank else places[0, :0] for each in others]
     kept, kept_places = between(rank, rank)
-    return Move(kept, kept_places, leaving, arriving)
+    return PositionMove(kept, kept_places, leaving, arriving)
 
 
 @dataclass(frozen=True)

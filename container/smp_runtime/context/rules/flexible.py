@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from smp_runtime.context.attention import attend_with_logsumexp
 from smp_runtime.context.rules.attention import is_cut_by_row
 from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
+from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import indexing_in_transforms, never_compiled
 
 _NAME = "flex_attention"
@@ -125,13 +126,19 @@ def _returned(found: tuple[Any, Any, Any], aux: Any, *, returns_logsumexp: bool)
 def _check(query: Any, key: Any, value: Any, blocks: Any, *, shares_heads: bool) -> None:
     shapes = ", ".join(str(list(one.shape)) for one in (query, key, value))
     if any(one.dim() != 4 for one in (query, key, value)):
-        raise ValueError(f"flex_attention takes tensors of 4 dims, not of the shapes {shapes}")
+        raise SMPUserError(
+            f"flex_attention takes tensors of 4 dims, not of the shapes {shapes}; add the missing ones", code="SMP310"
+        )
     if query.shape[1] % key.shape[1] or (query.shape[1] != key.shape[1] and not shares_heads):
-        raise ValueError(f"flex_attention got tensors of the shapes {shapes}: pass enable_gqa=True if heads share keys")
+        raise SMPUserError(
+            f"flex_attention got tensors of the shapes {shapes}; pass enable_gqa=True if heads share keys",
+            code="SMP310",
+        )
     if blocks is not None and not _is_empty(blocks) and tuple(blocks.shape[-2:]) != (query.shape[2], key.shape[2]):
-        raise ValueError(
+        raise SMPUserError(
             f"flex_attention got a block_mask for {blocks.shape[-2]} queries and {blocks.shape[-1]} keys, and tensors of the "
-            f"shapes {shapes}: create a block mask for these lengths"
+            f"shapes {shapes}; create a block mask for these lengths",
+            code="SMP310",
         )
 
 
