@@ -309,6 +309,8 @@ def list_notes(forecast: Forecast) -> tuple[str, ...]:
     said += _host_memory(forecast)
     if not request.shape.has_layers:
         said.append("the module shows no layers or width, so activations are not counted; give a ModelShape for them")
+    elif request.shape.sequence == 1:
+        said.append("a sample counts as one token, as the model shows no other length; give sequence=")
     if is_half(parameters) and request.workload.fp32_loss is False:
         said.append("the loss is counted on logits in half precision; a script that turns them into fp32 needs more")
     said += _plainer(forecast)

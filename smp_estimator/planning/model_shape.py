@@ -230,7 +230,8 @@ class ModelShape:
         """Read an ``nn.Module`` (also on the meta device) without importing torch.
 
         The parameters are exact. Layers are the longest numbered list of modules; width, heads, vocabulary and
-        sequence come from ``module.config`` under the usual names, else from the tensors.
+        sequence come from ``module.config`` under the usual names, else from the tensors. A table of positions is
+        recognized by its name.
 
         Raises:
             ConfigError: an object without parameters.
@@ -288,6 +289,46 @@ def _count_in(name: str) -> str:
 
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
+#: Names of position tables: ``positions``, ``wpe``, ``pos_emb``, ``embed_positions``.
+_POSITIONS = re.compile(r"position|(?<![a-z])(?:wpe|w?pos(?![a-z]))", re.IGNORECASE)
+
+#: What configurations call the tokens of a sample.
+_SEQUENCE_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "seq_len",
+    "sequence",
+    "n_ctx",
+    "block_size",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "context_length",
+)
+
+_Sizes = tuple[int, ...]
+
+
+def _vocabulary_table(tables: list[tuple[str, _Sizes, bool]], vocabulary: int) -> _Sizes | None:
+    """Return the sizes of the word embedding.
+
+    Args:
+        tables: name, sizes and whether it stands before the layers, of each matrix outside of the layers.
+        vocabulary: rows of the table if they are known, else 0.
+    """
+    words = [table for table in tables if not _POSITIONS.search(table[0])]
+    known = [sizes for _, sizes, _ in words if sizes[0] == vocabulary]
+    # An output projection has the sizes of the word embedding; square matrices are projections of another use.
+    before, behind = ({sizes for _, sizes, first in words if first is side} for side in (True, False))
+    repeated = [sizes for sizes in before & behind if sizes[0] != sizes[1]]
+    candidates = known or repeated or [sizes for _, sizes, _ in words]
+    return max(candidates, key=lambda sizes: sizes[0], default=None)
+
+
+def _sequence_of_tables(tables: list[tuple[str, _Sizes, bool]]) -> int:
+    """Return the rows of the position table, 0 without one."""
+    return max((sizes[0] for name, sizes, _ in tables if _POSITIONS.search(name)), default=0)
+
 
 def _shape_of(
     found: list[tuple[str, tuple[int, ...], int, bool]],
@@ -303,9 +344,11 @@ def _shape_of(
         if numbered:
             stacks[numbered[1]] += elements
     stack = stacks.most_common(1)[0][0] if stacks else None
-    outside = [shape for name, shape, _, _ in found if len(shape) == 2 and not _in_stack(name, stack)]
     inside = [(name, shape) for name, shape, _, _ in found if len(shape) == 2 and _in_stack(name, stack)]
-    table = max(outside, key=lambda shape: shape[0], default=None)
+    outside = _outside(found, stack)
+    vocabulary = vocabulary or _first(config, "vocab_size", "vocabulary")
+    table = _vocabulary_table(outside, vocabulary)
+    embeddings = {name for name, sizes, _ in outside if sizes == table and not _POSITIONS.search(name)}
     weights: list[Weight] = []
     numbers: set[int] = set()
     for name, shape, elements, trainable in found:
@@ -316,7 +359,7 @@ def _shape_of(
             numbers.add(layer)
             weights.append(Weight(elements, layer, split=len(shape) > 1, trainable=trainable))
         else:
-            weights.append(Weight(elements, layer, embedding=shape == table, trainable=trainable))
+            weights.append(Weight(elements, layer, embedding=name in embeddings, trainable=trainable))
     # Without a configuration: the size that most matrices share is the width of the model, the largest that of its MLP.
     sizes = Counter(size for _, shape in inside for size in shape)
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "hidden") or (sizes.most_common(1) or [(1, 0)])[0][0]
@@ -329,10 +372,8 @@ def _shape_of(
         layers=max(1, len(numbers)),
         hidden=hidden,
         heads=heads or count or max(1, hidden // 64),
-        vocabulary=vocabulary or _first(config, "vocab_size", "vocabulary") or (table[0] if table else 1),
-        sequence=sequence
-        or _first(config, "max_position_embeddings", "n_positions", "seq_len", "sequence", "n_ctx")
-        or 1,
+        vocabulary=vocabulary or (table[0] if table else 1),
+        sequence=sequence or _first(config, *_SEQUENCE_NAMES) or _sequence_of_tables(outside) or 1,
         feed_forward=width,
         tied_embeddings=sum(1 for weight in weights if weight.embedding) < 2,
         learned_positions=False,
@@ -340,6 +381,18 @@ def _shape_of(
         source="read from the module",
         weights=tuple(weights),
     )
+
+
+def _outside(found: list[tuple[str, tuple[int, ...], int, bool]], stack: str | None) -> list[tuple[str, _Sizes, bool]]:
+    """Return name, sizes and whether it stands before the layers, of each matrix outside of the layers."""
+    outside: list[tuple[str, _Sizes, bool]] = []
+    is_before = True
+    for name, sizes, _, _ in found:
+        if _in_stack(name, stack):
+            is_before = False
+        elif len(sizes) == 2:
+            outside.append((name, sizes, is_before))
+    return outside
 
 
 def _number(name: str) -> int:

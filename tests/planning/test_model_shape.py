@@ -143,6 +143,39 @@ def test_positions_before_tokens_and_a_gated_mlp() -> None:
     assert not plain.gated
 
 
+@pytest.mark.parametrize(
+    ("positions", "head"),
+    [("positions", False), ("positions", True), ("wpe", False), ("pos_emb", False), ("where", True)],
+)
+def test_more_positions_than_words(positions: str, head: bool) -> None:
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    with torch.device("meta"):
+        model = nn.Module()
+        model.words = nn.Embedding(256, 64)
+        setattr(model, positions, nn.Embedding(1024, 64))
+        model.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(2)])
+        if head:
+            model.head = nn.Linear(64, 256, bias=False)
+    shape = ModelShape.from_module(model)
+    assert shape.vocabulary == 256
+    assert [w.elements for w in shape.tensors() if w.embedding] == [256 * 64] * (2 if head else 1)
+    assert shape.tied_embeddings is not head
+    assert shape.sequence == (1 if positions == "where" else 1024)
+    unknown = any("a sample counts as one token" in note for note in plan(shape, "ml.p4d.24xlarge").notes)
+    assert unknown is (positions == "where")
+
+
+def test_as_many_positions_as_words_are_no_words() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        model = _gpt(torch, tied=False)
+        model.positions = torch.nn.Embedding(1000, 64)
+    shape = ModelShape.from_module(model)
+    assert [(w.layer, w.elements) for w in shape.tensors() if w.embedding] == [(-1, 64_000), (None, 64_000)]
+    assert (shape.vocabulary, shape.sequence) == (1000, 1000)
+
+
 def test_a_module_without_layers_is_planned_without_activations() -> None:
     torch = pytest.importorskip("torch")
     made = plan(torch.nn.Linear(8, 8, bias=False).to("meta"), "ml.p4d.24xlarge", 1, {"ddp": True})
