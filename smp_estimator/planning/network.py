@@ -164,15 +164,16 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
         data = data_parallel_bytes(ranks, stage.elements, b, summed=summed, shares_state=shares)
         late = gather_bytes(ranks, stage.elements * b) if shares else 0.0
     tokens = batch.group_batch * batch.sequence
-    hidden = tokens * shape.hidden * b / parameters.context_parallel_degree if shape.has_layers else 0
-    passed = hidden / (tensor if parameters.optimize == "memory" else 1)
+    width, between = request.activation_element_bytes, request.residual_element_bytes
+    hidden = tokens * shape.hidden * width / parameters.context_parallel_degree if shape.has_layers else 0
+    passed = hidden * between / width / (tensor if parameters.optimize == "memory" else 1)
     recompute = workload.activation_checkpointing is not None
     return Traffic(
         data=data,
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
         pipeline=k * pipeline_bytes(stages, stage.stage, passed, parameters.virtual_stages),
         data_late=late,
-        context=k * b * stage.layers * _attention_elements(request, tokens),
+        context=k * width * stage.layers * _attention_elements(request, tokens),
     )
 
 

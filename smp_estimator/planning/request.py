@@ -39,6 +39,8 @@ class Workload:
         optimizer: one of :data:`OPTIMIZER_BYTES`.
         distribute_embedding: tensor parallelism divides the word embedding; sharded data parallelism with tensor
             parallelism always enables it.
+        autocast: the script trains fp32 parameters under ``torch.autocast`` in a half precision. Matrices then compute
+            with half precision copies of their weights, and the loss is computed in fp32.
         fp32_loss: the script computes the loss on logits converted to fp32, as the models of Transformers do. If
             it is not given, it is assumed for a configuration or module of Transformers.
         gradient_as_bucket_view: one set of reduction buffers stays for all steps.
@@ -59,6 +61,7 @@ class Workload:
     dropout: bool = True
     optimizer: str = "adam"
     distribute_embedding: bool = False
+    autocast: bool = False
     fp32_loss: bool = False
     gradient_as_bucket_view: bool = False
     samples: int | None = None
@@ -174,6 +177,17 @@ class Request:
         return self.workload.prices.get(self.instance_type, known.usd_per_hour if known else None)
 
     @property
+    def activation_element_bytes(self) -> int:
+        """Return the bytes of an element in matrix multiplications and their results."""
+        is_half = self.parameters.fp16 or self.parameters.bf16 or self.workload.autocast
+        return 2 if is_half else 4
+
+    @property
+    def residual_element_bytes(self) -> int:
+        """Return the bytes of an element between layers: under autocast, sums and norms stay in fp32."""
+        return 4 if self.workload.autocast else self.activation_element_bytes
+
+    @property
     def world(self) -> int:
         """Return the number of the job's processes."""
         return self.instance_count * self.processes_per_host
@@ -252,6 +266,7 @@ def request_for(
     if script.get("fp32_loss") is None:
         script["fp32_loss"] = is_of_transformers(model)
     described = _workload(script)
+    _refuse_two_precisions(described, parameters)
     _refuse_unknown_types(described.prices, instance_type)
     return Request(
         shape=shape_given(model, sequence),
@@ -263,6 +278,16 @@ def request_for(
         gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
     )
+
+
+def _refuse_two_precisions(workload: Workload, parameters: ModelParallelParameters) -> None:
+    if workload.autocast and (parameters.bf16 or parameters.fp16):
+        name = "bf16" if parameters.bf16 else "fp16"
+        raise ConfigError(
+            f'autocast is True, and the parameters have "{name}"; under autocast parameters stay in fp32, with "{name}" they are '
+            f"in half precision: leave autocast out, or remove {name}",
+            code="SMP110",
+        )
 
 
 def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> None:

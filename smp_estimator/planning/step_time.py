@@ -199,6 +199,9 @@ def _duration(seconds: float) -> str:
 def precision_of(request: Request) -> str:
     """Return the precision of the job's matrix multiplications: ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     parameters = request.parameters
+    if request.workload.autocast:
+        known = instance(request.instance_type)
+        return "bf16" if known is None or known.gpu_facts.has_bf16 else "fp16"
     return "bf16" if parameters.bf16 else "fp16" if parameters.fp16 else "fp32"
 
 

@@ -212,7 +212,8 @@ def _degrees_line(plan: Forecast) -> str:
         parts.append(f"sharded over {parameters.sharded_data_parallel_degree}")
     if parameters.shard_optimizer_state:
         parts.append("optimizer state sharded")
-    parts.append("fp16" if parameters.fp16 else "bf16" if parameters.bf16 else "fp32")
+    autocast = f" under autocast in {precision_of(plan.request)}" if workload.autocast else ""
+    parts.append("fp16" if parameters.fp16 else "bf16" if parameters.bf16 else f"fp32{autocast}")
     parts.append(f"checkpointing {workload.activation_checkpointing or 'off'}")
     if parameters.offload_activations:
         parts.append("offloaded")

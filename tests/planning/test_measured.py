@@ -64,7 +64,7 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def measured(shape: Sizes, batch: int, checkpointing: str | None) -> tuple[int, int, Model]:
+def measured(shape: Sizes, batch: int, checkpointing: str | None, *, autocast: bool = False) -> tuple[int, int, Model]:
     """Bytes of state that exist between steps, and the most that a step adds to them."""
     torch.manual_seed(0)
     model = Model(*shape, checkpointing is not None)
@@ -72,8 +72,11 @@ def measured(shape: Sizes, batch: int, checkpointing: str | None) -> tuple[int, 
 
     def step() -> None:
         ids = torch.randint(shape[3], (batch, shape[4]))
-        logits = model(ids)
-        F.cross_entropy(logits.view(-1, shape[3]), ids.view(-1)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(ids)
+            # A GPU's autocast computes the loss in fp32; on the CPU the script does it.
+            loss = F.cross_entropy((logits.float() if autocast else logits).view(-1, shape[3]), ids.view(-1))
+        loss.backward()
 
     step()
     optimizer.step()
@@ -104,6 +107,18 @@ def test_predicted_bytes_are_near_the_measured_ones(
     assert predicted.worst.state == pytest.approx(state, rel=0.001)
     assert predicted.worst.activations.total == pytest.approx(peak, rel=0.05)
     assert predicted.total_bytes == pytest.approx(state + peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads", "vocabulary", "sequence", "batch", "checkpointing"), SHAPES)
+def test_predicted_bytes_under_autocast_are_near_the_measured_ones(
+    layers: int, hidden: int, heads: int, vocabulary: int, sequence: int, batch: int, checkpointing: str | None
+) -> None:
+    sizes = (layers, hidden, heads, vocabulary, sequence)
+    state, peak, _ = measured(sizes, batch, checkpointing, autocast=True)
+    given = {"batch": batch, "activation_checkpointing": checkpointing, "processes_per_host": 1, "dropout": False}
+    made = plan(ModelShape(*sizes), "local", parameters={}, autocast=True, **given)
+    assert made.worst.state == pytest.approx(state, rel=0.001)
+    assert made.total_bytes == pytest.approx(state + peak, rel=0.05)
 
 
 #: layers, hidden, heads, vocabulary, sequence, batch of a rank.

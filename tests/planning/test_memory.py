@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan, suggest
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes
+
+PREDICTIONS = Path(__file__).parents[2] / "benchmarks/gpu_check/predictions.json"
 
 SHAPE = ModelShape(8, 1024, 16, 32_000, 512)
 COUNT = SHAPE.parameters
@@ -44,6 +48,57 @@ def test_a_layer_keeps_what_the_paper_says(
 def test_a_layer_under_tensor_parallelism(sliced: bool, per_token: float) -> None:
     cost = LayerCost(samples=3, element_bytes=2, tensor=4, sliced=sliced)
     assert layer_bytes(SHAPE, cost, fused_attention=False) == pytest.approx(3 * 512 * 1024 * per_token)
+
+
+@pytest.mark.parametrize("name", json.loads(PREDICTIONS.read_text()))
+def test_plans_of_the_gpu_checks_are_as_they_were_rehearsed(name: str) -> None:
+    given = json.loads(PREDICTIONS.read_text())[name]
+    sizes = given["shape"]
+    shape = ModelShape(sizes["layers"], sizes["hidden"], sizes["heads"], 256, sizes["seq"], tied_embeddings=False)
+    made = plan(
+        shape,
+        "ml.p5.48xlarge",
+        1,
+        given["config"],
+        given["batch"],
+        processes_per_host=1,
+        dropout=False,
+        fp32_loss=True,
+        autocast=given["mode"] == "autocast",
+        activation_checkpointing="each" if given["checkpointed"] else None,
+    )
+    assert made.total_bytes / 2**30 == pytest.approx(given["plan_gib"], rel=0.001)
+    # At the first loss after gradients were cleared to None there are none. With checkpointing, the update is the worst moment.
+    gradients = 0 if given["checkpointed"] else made.worst.kinds[Kind.GRADIENTS]
+    assert (made.total_bytes - gradients) / 2**30 == pytest.approx(given["rehearsal_gib"], rel=0.001)
+
+
+def test_autocast_copies_matrices_and_keeps_sums_in_fp32() -> None:
+    shape = ModelShape(8, 1024, 16, 32_000, 512, biases=False, learned_positions=False)
+    plain, half, auto = (
+        planned({"ddp": True, **half}, model=shape, fp32_loss=True, **more)
+        for half, more in (({}, {}), ({"bf16": True}, {}), ({}, {"autocast": True}))
+    )
+    matrices = 8 * 12 * 1024**2 + 32_000 * 1024
+    assert auto.worst.kinds[Kind.COPIES] == 2 * matrices
+    assert half.worst.kinds[Kind.COPIES] == plain.worst.kinds[Kind.COPIES] == 0
+    assert auto.worst.state == plain.worst.state
+    # Of each layer, the inputs of both norms have 4 bytes instead of 2.
+    assert auto.worst.activations.kept - half.worst.activations.kept == 8 * 512 * 2 * 1024 * 2
+    assert plain.time is not None
+    assert auto.time is not None
+    assert auto.time.peak > plain.time.peak
+    stages = {"ddp": True, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
+    of_two = [planned(stages, 2, shape, autocast=chosen).traffic for chosen in (False, True)]
+    assert of_two[1].tensor == of_two[0].tensor / 2
+    assert of_two[1].pipeline == of_two[0].pipeline
+    assert "fp32 under autocast in bf16" in str(auto)
+
+
+def test_autocast_is_of_fp32_parameters() -> None:
+    with pytest.raises(ConfigError, match="remove bf16"):
+        planned({"ddp": True, "bf16": True}, autocast=True)
+    assert "bf16" not in suggest("gpt2", "ml.p4d.24xlarge", 1, autocast=True).parameters
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])

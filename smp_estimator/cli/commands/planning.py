@@ -55,6 +55,11 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=None,
             help="The script computes the loss on fp32 logits; default: for a configuration of Transformers.",
         ),
+        click.option(
+            "--autocast",
+            is_flag=True,
+            help="The script trains fp32 parameters under torch.autocast in a half precision.",
+        ),
         click.option("--optimizer", default="adam", show_default=True),
         click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),

@@ -3,7 +3,7 @@
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4 and 5:
 a layer in half precision keeps seq·batch·hidden·(34 + 5·heads·seq/hidden) bytes; with tensor parallelism t
 (10 + 24/t + 5·heads·seq/(hidden·t)), with the rest sliced as well (34/t + …). The functions here add the same terms
-up one by one, so that they hold for fp32, other MLP widths, gated MLPs and models without dropout too.
+up one by one, so that they hold for fp32, autocast, other MLP widths, gated MLPs and models without dropout too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class LayerCost:
     Attributes:
         samples: that pass through the layer together, of the whole tensor parallel group.
         element_bytes: of one activation: 2 or 4.
+        residual_bytes: of one element of the input of a layer or norm; None: as ``element_bytes``.
         tensor: tensor parallel degree.
         sliced: activations that tensor parallelism alone does not divide are sliced too (``optimize: memory``).
         context: the ranks that share each sequence out; None: each rank has whole ones.
@@ -34,6 +35,17 @@ class LayerCost:
     tensor: int = 1
     sliced: bool = True
     context: ContextShare | None = None
+    residual_bytes: int | None = None
+
+    @property
+    def residual(self) -> int:
+        """Return the bytes of one element of the input of a layer or norm."""
+        return self.element_bytes if self.residual_bytes is None else self.residual_bytes
+
+    @property
+    def gradient(self) -> int:
+        """Return the bytes of one element of a matrix's fresh gradient, with its copy in the type of the matrix."""
+        return self.element_bytes if self.residual == self.element_bytes else self.element_bytes + self.residual
 
     def tokens(self, shape: ModelShape) -> int:
         """Return the tokens that pass through together on a rank."""
@@ -51,7 +63,7 @@ def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = T
     mask). Fused attention keeps one fp32 number per token and head.
     """
     tokens, b = cost.tokens(shape), cost.element_bytes
-    whole = 4 * shape.hidden * b
+    whole = 2 * shape.hidden * (b + cost.residual)
     if dropout:
         # Two masks of one byte: behind the attention, and behind the MLP.
         whole += 2 * shape.hidden
@@ -80,13 +92,14 @@ def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
     a matrix is whole for a moment.
     """
     tokens, b = cost.tokens(shape), cost.element_bytes
-    gradients = tokens * (shape.hidden + (3 if shape.gated else 1) * shape.width) + shape.hidden * shape.width
-    gathered = tokens * shape.hidden if cost.sliced and cost.tensor > 1 else 0
-    in_mlp = round(b * (gradients / cost.tensor + gathered))
+    gradients = tokens * (cost.residual * shape.hidden + b * (3 if shape.gated else 1) * shape.width)
+    gradients += cost.gradient * shape.hidden * shape.width
+    gathered = b * tokens * shape.hidden if cost.sliced and cost.tensor > 1 else 0
+    in_mlp = round(gradients / cost.tensor + gathered)
     if cost.context is None:
         return in_mlp
     # Another moment is inside attention: the gradient of its output, and the buffers of what travels.
-    of_output = round(b * tokens * shape.hidden / cost.tensor)
+    of_output = round(cost.residual * tokens * shape.hidden / cost.tensor)
     return max(in_mlp, of_output + cost.context.buffer_bytes(tokens, b))
 
 
@@ -95,7 +108,7 @@ def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:
 
     That is 2·seq·batch·hidden bytes in half precision, sliced if activations are.
     """
-    return round(cost.tokens(shape) * shape.hidden * cost.element_bytes / (cost.tensor if cost.sliced else 1))
+    return round(cost.tokens(shape) * shape.hidden * cost.residual / (cost.tensor if cost.sliced else 1))
 
 
 def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False, fp32_loss: bool = False) -> int:
@@ -111,8 +124,8 @@ def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False,
     each = 4 if fp32_loss else b
     in_loss = tokens * (b + 3 * each) / t
     gathered = b if t > 1 else 0
-    in_matrix = tokens * ((b + each) / t + gathered) + shape.hidden * b / t
-    return round(shape.vocabulary * max(in_loss, in_matrix) + 2 * tokens * shape.hidden * b)
+    in_matrix = tokens * ((b + each) / t + gathered) + shape.hidden * cost.gradient / t
+    return round(shape.vocabulary * max(in_loss, in_matrix) + tokens * shape.hidden * (b + cost.residual))
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,8 @@ def stage_activations(
     """
     layer = layer_bytes(shape, cost, fused_attention=workload.fused_attention, dropout=workload.dropout)
     backward = backward_bytes(shape, cost)
-    loss = loss_bytes(shape, cost, distributed=distributed_loss, fp32_loss=workload.fp32_loss) if has_loss else 0
+    in_fp32 = workload.fp32_loss or workload.autocast
+    loss = loss_bytes(shape, cost, distributed=distributed_loss, fp32_loss=in_fp32) if has_loss else 0
     group = workload.checkpointed_layers(layers)
     if not group:
         return StageActivations(kept=layer * layers * in_flight, layers=backward, loss=loss, offloaded=0)

@@ -15,7 +15,7 @@ its loss, so the loss is a moment of its own.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ class Kind(enum.Enum):
     OPTIMIZER = "optimizer state"
     MASTER = "master copies"
     ACTIVATIONS = "activations"
+    COPIES = "half precision copies"
     GATHERED = "gathered parameters"
     BUCKETS = "reduce buckets"
     SMDDP = "SMDDP buffers"
@@ -139,7 +140,8 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
     stages = parameters.pipeline_parallel_degree
     cost = LayerCost(
         samples=max(1, batch.group_batch // batch.microbatches),
-        element_bytes=2 if is_half(parameters) else 4,
+        element_bytes=request.activation_element_bytes,
+        residual_bytes=request.residual_element_bytes,
         tensor=parameters.tensor_parallel_degree,
         sliced=parameters.optimize == "memory",
         context=ContextShare.of(parameters, request.shape),
@@ -176,7 +178,7 @@ def _stage(
     topology: Topology,
     stage: int,
     layers: int,
-    weights: Iterable[Weight],
+    weights: Sequence[Weight],
     activations: StageActivations,
 ) -> StageMemory:
     parameters, workload = request.parameters, request.workload
@@ -233,20 +235,26 @@ def _stage(
         buckets, staying = _bucket_bytes(request, reduced, shares_state=sharers > 1)
     # Between two updates there are none of these; with several passes, those of the first are there at the next one's loss.
     let_go = round(leaving + in_shards) if parameters.microbatches * workload.accumulation == 1 else 0
+    all_copies, unit_copies = _copied_bytes(request, weights, layers)
+    working, copies = activations.layers, unit_copies
+    if not let_go and activations.loss + all_copies > working + copies:
+        working, copies = activations.loss, all_copies
     kinds = {
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(whole + in_shards),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
-        Kind.ACTIVATIONS: activations.kept + (activations.layers if let_go else activations.working),
+        Kind.ACTIVATIONS: activations.kept + working,
+        Kind.COPIES: copies,
         Kind.GATHERED: gathered * element,
         Kind.BUCKETS: buckets,
         Kind.SMDDP: buffer_bytes(request, topology),
         Kind.COMMUNICATORS: communicator_bytes(request, stage),
     }
-    comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
+    comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS] + kinds[Kind.COPIES]
     stays = sum(kinds.values()) - comes_and_goes
-    at_loss = stays - let_go + activations.kept + activations.loss if let_go and activations.loss else 0
+    in_passes = all_copies + activations.kept + activations.loss
+    at_loss = stays - let_go + in_passes if let_go and activations.loss else 0
     return StageMemory(
         stage,
         layers,
@@ -257,6 +265,31 @@ def _stage(
         gradient_copy=round(copied),
         in_update=stays + staying + round(copied - leaving),
     )
+
+
+def _copied_bytes(request: Request, weights: Iterable[Weight], layers: int) -> tuple[int, int]:
+    """Return the bytes of the copies of matrices that autocast computes with, at the loss and in a layer's backward.
+
+    Autocast's cache and autograd keep each copy from its forward pass on. In backward, a checkpointed unit makes its own ones
+    again. The others are gone, as the script has left autocast.
+    """
+    if not request.workload.autocast:
+        return 0, 0
+    tensor = request.parameters.tensor_parallel_degree
+    split_embedding = embedding_is_distributed(request.parameters, request.workload)
+    elements = 0
+    of_layers = 0
+    for weight in weights:
+        # A word embedding is looked up in fp32. It is copied if it is the output projection too.
+        is_output = weight.embedding and (weight.layer is None or request.shape.tied_embeddings)
+        if weight.split or is_output:
+            is_divided = tensor > 1 and (weight.split or split_embedding)
+            local = -(-weight.elements // tensor) if is_divided else weight.elements
+            elements += local
+            of_layers += local if weight.split else 0
+    group = request.workload.checkpointed_layers(layers)
+    in_backward = of_layers * group // max(1, layers) if group else elements
+    return 2 * elements, 2 * in_backward
 
 
 def _bucket_bytes(request: Request, reduced: int, *, shares_state: bool) -> tuple[int, int]:

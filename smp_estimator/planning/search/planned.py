@@ -202,7 +202,7 @@ def needs_of(request: Request) -> Needs:
     half = is_half(request.parameters)
     element = 2 if half else 4
     # A layer has four sums in forward and backward, and two more if it is computed again.
-    hidden = shape.sequence * shape.hidden * element * shape.layers
+    hidden = shape.sequence * shape.hidden * request.activation_element_bytes * shape.layers
     kept = 2 * element
     return Needs(
         forward=forward / speed,

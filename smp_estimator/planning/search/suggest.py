@@ -225,7 +225,8 @@ def suggest(  # noqa: PLR0913 - each of a caller's options has its own name
         batch: samples per GPU and pass; the global batch is this times the processes and the accumulation, for
             all degrees.
         global_batch: samples per optimizer step, instead of ``batch``.
-        precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 if the GPU has it, else fp16.
+        precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 if the GPU has it, else fp16; with
+            ``autocast`` fp32.
         prefer: which of the clusters that fit: ``"smallest"``, ``"cheapest"`` (price of a token) or ``"fastest"``
             (tokens per second), by the times and prices of ``plan``.
         up_to: most instances that are considered for the last two; default: the fewest of each type for the
@@ -249,6 +250,8 @@ def suggest(  # noqa: PLR0913 - each of a caller's options has its own name
     shape = shape_given(model, sequence)  # read once, for all that is tried
     if workload.get("fp32_loss") is None:
         workload["fp32_loss"] = is_of_transformers(model)
+
+    precision = _of_autocast(precision, workload)
 
     def ask(kind: str, count: int) -> tuple[Request, int]:
         request = request_for(
@@ -351,6 +354,11 @@ def _check(
             "too, or leave gpu_memory_bytes out",
             code="SMP110",
         )
+
+
+def _of_autocast(precision: str, workload: Mapping[str, Any]) -> str:
+    """Return fp32 for ``"auto"`` under autocast, whose parameters stay in fp32."""
+    return "fp32" if workload.get("autocast") and precision == "auto" else precision
 
 
 def _precision(precision: str, kind: str) -> dict[str, bool]:
