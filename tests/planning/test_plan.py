@@ -283,6 +283,33 @@ def test_the_ladder_is_climbed_in_order() -> None:
     assert "sharded data parallelism" in found.alternative.what
 
 
+def test_the_fastest_sharding_is_compared_with_the_choice() -> None:
+    found = suggest(7e9, "ml.p4d.24xlarge", 1)
+    other = found.alternative
+    assert other is not None
+    degrees = (2, 4, 8)
+    sharded = [
+        plan(
+            7e9,
+            "ml.p4d.24xlarge",
+            1,
+            {"ddp": True, "bf16": True, "sharded_data_parallel_degree": degree},
+            1,
+            activation_checkpointing="each",
+        )
+        for degree in degrees
+    ]
+    speeds = [made.time.tokens_per_second for made in sharded if made.time and made.verdict is Verdict.FITS]
+    assert len(speeds) > 1
+    assert other.plan.time is not None
+    assert found.plan.time is not None
+    assert other.plan.time.tokens_per_second == max(speeds)
+    more = max(speeds) / found.plan.time.tokens_per_second - 1
+    assert more > 0.1
+    assert f"{max(speeds):,.0f} tokens per second, {more:.1%} more" in " ".join(str(found).split())
+    assert found.to_dict()["alternative"]["tokens_per_second"] == max(speeds)
+
+
 def test_suggestions_can_be_used_as_they_are() -> None:
     found = suggest("gpt2-30b", "ml.p4d.24xlarge", 4, 2)
     parameters = ModelParallelParameters.from_mp_parameters(found.parameters)

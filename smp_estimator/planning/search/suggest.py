@@ -33,7 +33,7 @@ class Suggestion(Shown):
     Attributes:
         plan: its plan; look at ``plan.verdict``, since the best that was found may still not fit.
         tried: everything that was tried up to it, in order.
-        alternative: the smallest sharded data parallelism that fits, when it was not chosen itself.
+        alternative: the sharded data parallelism that fits and has the shortest step, when none was chosen itself.
         clusters: the smallest clusters on which the model fits, when the cluster was left open (the first is the one that
             was chosen) or does not suffice; empty when it suffices, and when no cluster does.
         searched: whether the cluster was left open, in whole or in part.
@@ -96,6 +96,7 @@ class Suggestion(Shown):
                 }
                 for s in self.tried
             ],
+            "alternative": None if self.alternative is None else _alternative_dict(self.alternative),
             "clusters": [
                 {
                     "instance_type": c.instance_type,
@@ -146,7 +147,7 @@ class Suggestion(Shown):
             )
         if fits:
             rows: list[tuple[str, list[Cell]]] = [
-                ("instead", [f"{other.what}: {format_memory(other.plan)}"] if other else []),
+                ("instead", [_alternative_line(other, self.plan)] if other else []),
                 ("parameters", [str(self.parameters)]),
                 ("script", [f"batch {script.batch}, activation checkpointing {script.activation_checkpointing}"]),
             ]
@@ -166,6 +167,25 @@ class Suggestion(Shown):
 
 def _verdict(plan: Plan, more: str) -> ColouredText:
     return ColouredText(f"{plan.verdict.value} {more}".rstrip(), plan.verdict)
+
+
+def _alternative_dict(other: TriedConfiguration) -> dict[str, Any]:
+    return {
+        "what": other.what,
+        "total_bytes": other.plan.total_bytes,
+        "tokens_per_second": None if other.plan.time is None else other.plan.time.tokens_per_second,
+    }
+
+
+def _alternative_line(other: TriedConfiguration, chosen: Plan) -> str:
+    """Return the alternative with its memory, and its speed beside that of the chosen configuration."""
+    line = f"{other.what}: {format_memory(other.plan)}"
+    if other.plan.time is None or chosen.time is None:
+        return line
+    mine, its = chosen.time.tokens_per_second, other.plan.time.tokens_per_second
+    share = its / mine - 1
+    compared = "as many" if abs(share) < 0.001 else f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
+    return f"{line}; {its:,.0f} tokens per second, {compared}"
 
 
 def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | None) -> Grid:
@@ -443,7 +463,7 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
             chosen = step
             break
     beside = list(sharded_plans(request, samples))
-    alternative = next((step for step in beside if step.plan.verdict is Verdict.FITS), None)
+    first_sharded = next((step for step in beside if step.plan.verdict is Verdict.FITS), None)
     if chosen is None:
         tried += beside
         if not tried:
@@ -453,7 +473,8 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
                 code="SMP110",
             )
         tight = [step for step in tried if step.plan.verdict is Verdict.TIGHT]
-        chosen = alternative or (tight[0] if tight else min(tried, key=lambda step: step.plan.total_bytes))
+        chosen = first_sharded or (tight[0] if tight else min(tried, key=lambda step: step.plan.total_bytes))
+    alternative = fastest_step(beside) or first_sharded
     if chosen.plan.request.parameters.sharded_data_parallel_degree > 1:
         alternative = None
     return Suggestion(chosen.plan, tuple(tried), alternative, prefer=prefer)
