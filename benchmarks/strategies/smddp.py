@@ -237,12 +237,12 @@ def units_rank(rounds: int) -> None:
     import smdistributed.modelparallel.torch as smp
     from smp_config import Group
     from smp_config.smddp import BufferSizes
-    from smp_estimator.planning import ModelShape
+    from smp_estimator.planning import named_shape
     from smp_runtime.job import session as sessions
 
     size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["SMP_RANKS_PER_HOST"])
     for row, (name, degree) in ROWS.items():
-        shape = ModelShape.named(name)
+        shape = named_shape(name)
         units = make_units(shape, degree, size)
         largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
         settings = {

@@ -7,6 +7,7 @@ from smp_config.machine.gpus import Gpu
 from smp_config.machine.instances import Instance, instance, instances
 from smp_estimator.planning.batches import Batches, Epochs, batch_for, batches, batches_of
 from smp_estimator.planning.forecast import Verdict
+from smp_estimator.planning.known_models import named_shape
 from smp_estimator.planning.memory.device_memory import Kind
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
@@ -38,6 +39,7 @@ __all__ = [
     "batches_of",
     "instance",
     "instances",
+    "named_shape",
     "plan",
     "suggest",
 ]

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from smp_config import ConfigError
-from smp_config.errors import kind_of, suggest
+from smp_config.errors import kind_of
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,6 @@ class ModelShape:
             yield Weight(self.vocabulary * h, None, embedding=True)
 
     @classmethod
-    def named(cls, name: str) -> ModelShape:
-        """Return one of the published shapes in :data:`SHAPES`; raise ConfigError for an unknown name."""
-        if name not in SHAPES:
-            raise ConfigError(
-                f"there is no model named {name!r}{suggest(name, SHAPES)}; {_count_in(name)}known are {', '.join(SHAPES)}: use one "
-                "of these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers",
-                code="SMP110",
-            )
-        return SHAPES[name]
-
-    @classmethod
     def from_parameter_count(cls, count: float, *, sequence: int = 2048, vocabulary: int = 50_257) -> ModelShape:
         """Return a GPT-2-like shape of nearly ``count`` parameters.
 
@@ -278,7 +267,7 @@ def _count(parameters: float) -> str:
 _COUNT_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[bm])(?![^\W_])", re.IGNORECASE)
 
 
-def _count_in(name: str) -> str:
+def advise_for_hub_name(name: str) -> str:
     """Return advice for a name of a model hub, such as ``"meta-llama/Llama-3.1-8B"``: no hub is asked for a shape."""
     if "/" not in name:
         return ""

@@ -113,7 +113,7 @@ def plan(
     """Return a plan: whether a model trains on a cluster, and where the memory goes.
 
     Args:
-        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published shape,
+        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published model,
             a number of parameters, or a configuration of Transformers: the object, its dictionary, or the path of
             ``config.json`` or of its folder.
         instance_type: such as ``"ml.p4d.24xlarge"``.

@@ -14,6 +14,7 @@ from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import kind_of, suggest
 from smp_config.machine.instances import instance, instances, refuse_neuron
 from smp_config.version2.which_version import refuse_version_2
+from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 
@@ -320,11 +321,14 @@ def shape_given(model: Any, sequence: int | None) -> ModelShape:
 
 
 def _read_or_named_shape(model: str | Path) -> ModelShape:
-    """Return the shape in a file, or that of a known model, whose name comes before a file's."""
-    is_known = isinstance(model, str) and model in SHAPES
-    if isinstance(model, Path) or (not is_known and Path(model).exists()):
+    """Return the shape in a file, or that of a known model, whose name comes before a file's.
+
+    A name of the model hub may be the path of a folder too, which then counts.
+    """
+    is_name = isinstance(model, str) and "/" not in model and short_name(model) is not None
+    if isinstance(model, Path) or (not is_name and Path(model).exists()):
         return read_shape(Path(model))
-    return ModelShape.named(model)
+    return named_shape(model)
 
 
 def is_of_transformers(model: Any) -> bool:

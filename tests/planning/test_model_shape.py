@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_estimator.planning import SHAPES, ModelShape, plan
+from smp_estimator.planning.known_models import CONFIGURATIONS, HUB_NAMES, named_shape
 
 
 @pytest.mark.parametrize(
@@ -22,10 +25,45 @@ from smp_estimator.planning import SHAPES, ModelShape, plan
         ("gpt2-xl", 1_557_611_200),
         ("gpt-neox-20b", 20_554_567_680),
         ("llama-7b", 6_738_415_616),
+        ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
+        ("meta-llama/Llama-2-13b-hf", 13_015_864_320),
+        ("meta-llama/Llama-2-70b-hf", 68_976_648_192),
+        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", 70_553_706_496),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.1-70B", 70_553_706_496),
+        ("meta-llama/Llama-3.1-405B", 405_853_388_800),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496),
+        ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
+        ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
+        ("mistralai/Mixtral-8x22B-v0.1", 140_620_634_112),
+        ("EleutherAI/gpt-neox-20b", 20_554_567_680),
+        ("openai-community/gpt2-xl", 1_557_611_200),
     ],
 )
 def test_published_counts_come_out_exactly(name: str, published: int) -> None:
-    assert SHAPES[name].parameters == published
+    assert named_shape(name).parameters == published
+
+
+def test_each_known_model_has_a_name_in_the_hub() -> None:
+    assert set(CONFIGURATIONS) <= set(HUB_NAMES.values()) <= {*CONFIGURATIONS, *SHAPES}
+    assert all(name == name.lower() for name in HUB_NAMES)
+
+
+def test_a_name_of_the_hub_is_planned_as_its_short_name_or_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("ml.p5.48xlarge", 1, {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 8}, 1)
+    short, long = (plan(name, *given, sequence=8192) for name in ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"))
+    assert short.total_bytes == long.total_bytes
+    assert short.request.workload.fp32_loss, "as Transformers computes it"
+    folder = tmp_path / "meta-llama/Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIGURATIONS["llama-3.1-8b"], "num_hidden_layers": 2}))
+    monkeypatch.chdir(tmp_path)
+    assert plan("meta-llama/Llama-3.1-8B", *given).request.shape.layers == 2
 
 
 @pytest.mark.parametrize(("name", "size"), [("gpt2-10b", 10), ("gpt2-30b", 30), ("gpt2-60b", 60), ("gpt-neox-65b", 65)])
@@ -45,11 +83,13 @@ def test_wrong_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gpt-neox-20b'"):
         plan("gpt-neo-20b", "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="path of its config.json, or its size, '8b'; known are gpt2"):
-        plan("meta-llama/Llama-3.1-8B", "ml.p4d.24xlarge")
+        plan("some-lab/Model-8B", "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="path of its config.json, or its size, '0.6b'; known are gpt2"):
         plan("Qwen/Qwen3-0.6B-Base", "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="path of its config.json; known are gpt2"):
-        plan("openai-community/gpt2", "ml.p4d.24xlarge")
+        plan("some-lab/model", "ml.p4d.24xlarge")
+    with pytest.raises(ConfigError, match="did you mean 'llama-3.1-8b'"):
+        plan("someone/llama-3.1-8bb", "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="20e9"):
         plan(20, "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="word embedding alone"):

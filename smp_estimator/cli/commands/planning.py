@@ -137,7 +137,7 @@ def _price(text: str) -> tuple[str, float]:
 def plan(parameters: str, as_json: bool, **given: Any) -> None:
     """Check whether MODEL fits, show how it uses memory, and suggest changes.
 
-    MODEL is the name of a published shape (gpt2-xl, gpt-neox-20b, …), a number of parameters (20e9, 20b, 350m), a
+    MODEL is the name of a published model (gpt2-xl, meta-llama/Llama-3.1-8B, …), a number of parameters (20e9, 20b, 350m), a
     configuration of Transformers (config.json or its folder), or a shape as a dictionary or its file. Exit code 1 if it
     does not fit.
     """
