@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 
 from smp_estimator.planning import Kind, Plan, Verdict, plan
@@ -160,6 +161,24 @@ def test_downsizing_says_when_the_state_itself_no_longer_fits() -> None:
     state = next(s.plan for s in planned(ROWS[4]).smaller_clusters if s.instance_count == 1)
     assert state is not None
     assert state.worst.state == pytest.approx(16 * 20_554_567_680 / 8, rel=0.01)
+
+
+def test_the_document_shows_the_plans_of_published_measurements() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    shown = list(published.table())
+    assert len(shown) == 2 + 22
+    assert "\n".join(shown) in text, "python benchmarks/published.py prints another table"
+
+
+@pytest.mark.parametrize("row", published.ROWS, ids=lambda row: str(row.number))
+def test_published_measurements_are_planned_with_their_settings(row: published.Row) -> None:
+    made = row.planned("each")
+    # Ranks that share sequences out, tensors or stages read the same samples.
+    readers = row.gpus // (row.tensor * row.pipeline * row.context)
+    assert made.batches.global_batch == readers * row.batch
+    assert made.batches.tokens == readers * row.batch * row.sequence
+    assert made.topology.world_size == row.gpus
+    assert made.request.parameters.sharded_data_parallel_degree == row.sharded
 
 
 def test_the_document_shows_these_numbers() -> None:

@@ -1,0 +1,174 @@
+"""Measurements that others published on real GPUs, beside the plans of the same jobs.
+
+``python benchmarks/published.py`` writes the table in docs/how-it-works/planning.md. No constant of a plan was fitted on a row.
+
+T is pytorch/torchtitan, ``benchmarks/``, commit b5bcd76c6: hosts of 8 H100 of 96 GB with 500 W, 400 Gbit/s per GPU between hosts.
+Tokens per second are per GPU. The memory is what PyTorch had reserved at its peak on the fullest GPU, in GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from smp_estimator.planning import ModelShape, Plan, named_shape, plan
+
+GIB = 2**30
+
+_T_8B = "T llama3_h100_202412"
+_T_H200 = "T llama3-8b_h200_202506"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement.
+
+    Attributes:
+        sharded: ranks over which parameters, gradients and optimizer state are sharded, those of context parallelism among them.
+        batch: samples per data parallel rank.
+        checkpointing: ``"each"``, or ``"selective"``: some operations of each layer are computed again, which a plan does not know.
+        tokens: per second and GPU.
+        gib: reserved; None if it was not published.
+    """
+
+    number: int
+    model: str
+    gpus: int
+    sharded: int
+    sequence: int
+    batch: int
+    precision: str
+    checkpointing: str
+    tokens: float
+    gib: float | None
+    source: str
+    tensor: int = 1
+    pipeline: int = 1
+    pieces: int = 1
+    context: int = 1
+    gpu: str = "H100"
+
+    def parameters(self, shape: ModelShape) -> dict[str, Any]:
+        """Return ``mp_parameters``: two layers are gathered at a time and one is reduced, as their engine does it."""
+        layer = shape.layer_parameters // shape.layers // self.tensor
+        given: dict[str, Any] = {
+            "ddp": True,
+            "bf16": True,
+            "sharded_data_parallel_degree": self.sharded,
+            "sdp_max_live_parameters": 2 * layer,
+            "sdp_reduce_bucket_size": layer,
+        }
+        if self.tensor > 1:
+            given |= {"tensor_parallel_degree": self.tensor, "prescaled_batch": True}
+        if self.pipeline > 1:
+            # Microbatches of one sample, which the source does not state.
+            given |= {"pipeline_parallel_degree": self.pipeline, "microbatches": self.batch}
+        if self.pieces > 1:
+            given["virtual_stages"] = self.pieces
+        if self.context > 1:
+            given["context_parallel_degree"] = self.context
+        return given
+
+    def planned(self, checkpointing: str | None) -> Plan:
+        """Return the plan of this job."""
+        shape = named_shape(self.model)
+        is_h100 = self.gpu == "H100"
+        return plan(
+            shape,
+            "ml.p5.48xlarge" if is_h100 else "ml.p5en.48xlarge",
+            self.gpus // 8,
+            self.parameters(shape),
+            self.batch,
+            sequence=self.sequence,
+            gpu_memory_bytes=96 * 10**9 if is_h100 else None,
+            activation_checkpointing=checkpointing,
+            dropout=False,
+            fp32_loss=True,
+            optimizer="adamw",
+        )
+
+    def plans(self) -> list[Plan]:
+        """Return the plan; for selective checkpointing one with all layers computed again, and one with none."""
+        ways = ["each", None] if self.checkpointing == "selective" else ["each"]
+        return [self.planned(way) for way in ways]
+
+    @property
+    def parallelism(self) -> str:
+        """Return the degrees in words."""
+        words = [f"sharded {self.sharded}"]
+        for name, degree in (("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context)):
+            words += [f"{name} {degree}"] if degree > 1 else []
+        return ", ".join(words) + (", interleaved" if self.pieces > 1 else "")
+
+
+def _8b(number: int, gpus: int, precision: str, tokens: float, gib: float, table: int) -> Row:
+    source = f"{_T_8B}, table {table}"
+    return Row(number, "llama-3.1-8b", gpus, gpus, 8192, 2, precision, "selective", tokens, gib, source)
+
+
+def _long_8b(number: int, context: int, tokens: float, gib: float) -> Row:
+    sequence, source = 32_768 * context, f"{_T_8B}, table 2"
+    return Row(
+        number, "llama-3.1-8b", 8, 8, sequence, 1, "float8, compiled", "each", tokens, gib, source, context=context
+    )
+
+
+def _405b(number: int, sequence: int, batch: int, tokens: float, gib: float, table: int, **more: int) -> Row:
+    source, precision = f"{_T_8B}, table {table}", "float8, compiled"
+    return Row(number, "llama-3.1-405b", 512, 8, sequence, batch, precision, "each", tokens, gib, source, 8, 8, **more)
+
+
+_COMPILED, _FLOAT8 = "bf16, compiled", "float8, compiled"
+
+ROWS = [
+    _8b(1, 8, "bf16", 5762, 82.4, 1),
+    _8b(2, 8, _COMPILED, 6667, 77.0, 1),
+    _8b(3, 8, _FLOAT8, 8532, 76.8, 1),
+    _8b(4, 128, "bf16", 5605, 67.0, 3),
+    _8b(5, 128, _COMPILED, 6514, 62.0, 3),
+    _8b(6, 128, _FLOAT8, 8380, 61.8, 3),
+    _long_8b(7, 1, 3890, 83.9),
+    _long_8b(8, 2, 2540, 84.2),
+    _long_8b(9, 4, 1071, 84.0),
+    _long_8b(10, 8, 548, 84.5),
+    Row(11, "llama-3.1-70b", 256, 32, 8192, 16, _FLOAT8, "each", 829, 71.9, f"{_T_8B}, table 4", 8),
+    Row(12, "llama-3.1-70b", 256, 32, 8192, 16, f"{_FLOAT8}, async tp", "each", 876, 67.6, f"{_T_8B}, table 4", 8),
+    _405b(13, 8192, 32, 100, 82.5, 5),
+    _405b(14, 8192, 32, 128, 72.7, 5, pieces=2),
+    _405b(15, 32_768, 8, 76, 75.3, 6),
+    _405b(16, 65_536, 8, 47, 75.9, 6, context=2),
+    _405b(17, 131_072, 8, 31, 77.1, 6, context=4),
+    _405b(18, 262_144, 8, 16, 84.9, 6, context=8),
+    Row(19, "llama-3-70b", 256, 32, 8192, 16, _COMPILED, "each", 597, None, "T asyncTP 2025-06", 8),
+    Row(20, "llama-3-8b", 64, 8, 8192, 12, _COMPILED, "selective", 4378, None, "T asyncTP 2025-06", 8),
+    Row(21, "llama-3.1-8b", 32, 32, 8192, 2, _FLOAT8, "selective", 10_938, 48.0, _T_H200, gpu="H200"),
+    Row(22, "llama-3.1-8b", 64, 64, 8192, 2, _FLOAT8, "selective", 10_753, 47.0, _T_H200, gpu="H200"),
+]
+
+COLUMNS = ["#", "model", "GPUs", "parallelism", "sequence, batch", "precision"]
+COLUMNS += ["GiB: published", "planned", "ratio", "tok/s: published", "planned", "ratio"]
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for row in ROWS:
+        plans = row.plans()
+        gib = [made.total_bytes / GIB for made in plans]
+        speeds = [made.time.tokens_per_second / row.gpus for made in plans if made.time is not None]
+        memory = [_range(gib, "{:.1f}"), "–" if row.gib is None else _range([g / row.gib for g in gib], "{:.2f}")]
+        speed = [_range(speeds, "{:,.0f}"), _range([s / row.tokens for s in speeds], "{:.2f}")]
+        published = "–" if row.gib is None else f"{row.gib}"
+        cells = [row.number, row.model, f"{row.gpus} {row.gpu}", row.parallelism, f"{row.sequence:,}, {row.batch}"]
+        cells += [row.precision, published, *memory, f"{row.tokens:,.0f}", *speed]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _range(values: list[float], form: str) -> str:
+    return " to ".join(form.format(value) for value in values)
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
