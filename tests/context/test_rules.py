@@ -319,3 +319,19 @@ def test_attention_refuses_masks_of_more_dims():
             F.scaled_dot_product_attention(x, x, x, torch.zeros(1, 1, 1, T, T))
 
     run_context(2, rank)
+
+
+def test_attention_runs_in_the_type_of_autocast():
+    """As rotary positions in float32 beside values in half precision need it."""
+
+    def attend(group=None):
+        x, y = (_given()[name].float() for name in "xy")
+        query, key = (cut(each, group) if group else each for each in (x, y))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = F.scaled_dot_product_attention(_heads(query), _heads(key), _heads(key).bfloat16(), is_causal=True)
+        return whole_of(found) if group else found
+
+    expected = attend()
+    for found in run_context(2, attend):
+        assert found.dtype is expected.dtype is torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

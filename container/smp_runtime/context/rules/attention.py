@@ -38,7 +38,8 @@ def _attend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise SMPUserError(
             "scaled_dot_product_attention got is_causal=True and an attn_mask: pass one of the two", code="SMP303"
         )
-    batched, before = _with_four_dims(query.local, key.local, value.local, grouped=given["enable_gqa"])
+    parts = _cast_by_autocast(query.local, key.local, value.local)
+    batched, before = _with_four_dims(*parts, grouped=given["enable_gqa"])
     mask = _rows_of_mask(given["attn_mask"], query)
     out = attend(
         *batched,
@@ -83,6 +84,15 @@ def is_cut_by_row(value: Any) -> bool:
     if not isinstance(value, ShardedSequence) or value.dim() < 3:
         return False
     return value.dim_held == value.dim() - 2 and value.sequence_layout.outer == value.sequence_layout.inner == 1
+
+
+def _cast_by_autocast(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors in the type in which autocast runs attention, as it does behind this rule; it leaves float64 alone."""
+    kind = parts[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(parts)
+    dtype = torch.get_autocast_dtype(kind)
+    return [each if each.dtype is torch.float64 else each.to(dtype) for each in parts]
 
 
 def _with_four_dims(*parts: torch.Tensor, grouped: bool) -> tuple[list[torch.Tensor], torch.Size]:
