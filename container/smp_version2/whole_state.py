@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Attribute of a configuration that leaves split parameters as this rank has them.
 _LEFT_SPLIT = "_smp_left_split"
+#: The function behind all functions of FSDP that gather an optimizer's state.
+_GATHER = "_optim_state_dict_impl"
 #: What wrappers of modules add to names.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -30,8 +32,20 @@ def install(device: torch.device) -> Callable[[], None]:
     """Let ``FullStateDictConfig`` take ``translate_on_save``; return the function that ends it.
 
     Args:
-        device: of the parameters. On a CPU nothing is offloaded: FSDP would free the memory that it goes on using.
+        device: of the parameters. On a CPU nothing is offloaded: FSDP would free or overwrite the memory that it goes on using.
     """
+    ends = [_translate_on_save(device)]
+    if device.type == "cpu":
+        ends.append(_keep_moments_apart())
+
+    def end() -> None:
+        for restore in ends:
+            restore()
+
+    return end
+
+
+def _translate_on_save(device: torch.device) -> Callable[[], None]:
     original = FullStateDictConfig.__init__
     names = list(inspect.signature(original).parameters)
 
@@ -49,6 +63,27 @@ def install(device: torch.device) -> Callable[[], None]:
 
     def end() -> None:
         FullStateDictConfig.__init__ = original  # type: ignore[method-assign]
+
+    return end
+
+
+def _keep_moments_apart() -> Callable[[], None]:
+    """Let full optimizer state hold copies, where PyTorch gathers each kind of moment into the same memory.
+
+    It copies them to the CPU, and a tensor that is there already stays what it is: ``exp_avg`` would get the values of
+    ``exp_avg_sq``.
+    """
+    original = getattr(FullyShardedDataParallel, _GATHER)
+
+    @functools.wraps(original)
+    def gather(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        __tracebackhide__ = True  # reports name the caller
+        return original(*args, **{**kwargs, "cpu_offload": False})
+
+    setattr(FullyShardedDataParallel, _GATHER, staticmethod(gather))
+
+    def end() -> None:
+        setattr(FullyShardedDataParallel, _GATHER, staticmethod(original))
 
     return end
 

@@ -5,6 +5,8 @@ They are listed in ``IN_PLACE`` of ``smp_runtime/tensors/torch_private.py``.
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +77,15 @@ def _(_):
     del vars(module)["_call_impl"]
     assert module(1) == type(module)._call_impl(module, 1) == 2
     assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+@of("torch.distributed.fsdp.FullyShardedDataParallel._optim_state_dict_impl")
+def _(_):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    gather = vars(FullyShardedDataParallel)["_optim_state_dict_impl"]
+    assert isinstance(gather, staticmethod)
+    assert inspect.signature(gather.__func__).parameters["cpu_offload"].default is True
 
 
 @of("torch.Tensor._version")

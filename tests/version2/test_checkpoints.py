@@ -32,6 +32,12 @@ def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Pat
     assert len(files) == (2 if way != "local" else world), files  # those of the first save are gone
 
 
+@pytest.mark.parametrize("way", ["full_optim_state_dict", "optim_state_dict", "PyTorch's state_dict"])
+def test_whole_optimizer_state_has_each_moment(ranks: Any, way: str) -> None:
+    """PyTorch gathers all kinds of moments into the same memory, and copies none that is on the CPU already."""
+    assert ranks(training.gather_moments, 2, SHARD, way, init=False) == [[], []]
+
+
 @pytest.mark.parametrize("way", ["now", "async", "PyTorch"])
 def test_one_of_the_copies_saves_while_the_others_go_on(ranks: Any, tmp_path: Path, way: str) -> None:
     """Public scripts let one copy save and name the group of the model; without sharding that has all ranks, which do not call."""

@@ -64,6 +64,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # Overridden: names of before PyTorch 2.13.
     "torch.distributed.ProcessGroup": ("_allgather_base", "_reduce_scatter_base"),
     "torch.utils.checkpoint": ("_CheckpointFrame",),  # keeps the inputs of a checkpointed function
+    "torch.distributed.fsdp.FullyShardedDataParallel": ("_optim_state_dict_impl",),  # wrong on a CPU: replaced
     # Replaced if gradients lie on several ranks. Before PyTorch 2.6, the function that the public one wraps is replaced.
     "torch.nn.utils.clip_grad": ("_get_total_norm", "_clip_grads_with_norm_"),
 }

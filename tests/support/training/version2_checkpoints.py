@@ -70,6 +70,37 @@ class Training:
         return found | {f"{name} {key}": value for name, each in moments.items() for key, value in each.items()}
 
 
+def gather_moments(config: dict[str, Any], way: str) -> list[str]:
+    """Train, gather the optimizer's whole state, load it; return the names of moments that differ then."""
+    from torch.distributed.checkpoint import state_dict as torch_state
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with joined(config):
+        training = Training(0)
+        training.train(2)
+        model, optimizer = training.model, training.optimizer
+        before = {
+            (at, name): torch.as_tensor(value).clone()
+            for at, moments in optimizer.state_dict()["state"].items()
+            for name, value in moments.items()
+        }
+        if way == "PyTorch's state_dict":
+            options = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            full = torch_state.get_optimizer_state_dict(model, optimizer, options=options)  # rank 0 gets it
+            options = torch_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            torch_state.set_optimizer_state_dict(model, optimizer, full, options=options)
+        else:
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                if way == "full_optim_state_dict":
+                    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+                else:
+                    full = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+                full = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, full)
+            optimizer.load_state_dict(full)
+        after = optimizer.state_dict()["state"]
+        return [f"{at} {name}" for (at, name), value in before.items() if not torch.equal(value, after[at][name])]
+
+
 @contextlib.contextmanager
 def joined(config: dict[str, Any]) -> Iterator[Any]:
     """Yield ``torch.sagemaker`` within a job."""
