@@ -41,7 +41,7 @@ def train_step(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train until somebody stops it."""
+    """Train until the process is stopped."""
     options = argparse.ArgumentParser()
     options.add_argument("--family", choices=("gpt2", "gpt_neox"), default="gpt2")
     for name in ("layers", "hidden", "heads", "vocabulary", "sequence", "batch"):

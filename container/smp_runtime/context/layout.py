@@ -18,7 +18,7 @@ class SequenceLayout:
     """A dim of a tensor that is divided over ranks by position.
 
     The dim may be merged with others, as by ``logits.view(-1, vocabulary)``: it then counts ``outer × length × inner``
-    elements, of which a rank holds those at its positions.
+    elements. A rank holds those at its positions.
 
     Args:
         key: equal for layouts with the same positions.
@@ -105,7 +105,7 @@ def _padded(layout: SequenceLayout, before: int, after: int) -> SequenceLayout:
 @functools.lru_cache(maxsize=64)
 @always_computed
 def zigzag(length: int, ranks: int) -> SequenceLayout:
-    """Divide a sequence into ``2 × ranks`` chunks, of which rank r holds r and ``2 × ranks - 1 - r``.
+    """Divide a sequence into ``2 × ranks`` chunks; rank r holds chunks r and ``2 × ranks - 1 - r``.
 
     The work of causal attention is then equal. A length that ``2 × ranks`` does not divide makes some chunks longer by one.
     """
@@ -133,11 +133,12 @@ def layout_of(key: Any) -> SequenceLayout:
 
 @dataclass(frozen=True)
 class PositionMove:
-    """What a rank does so that it has the positions of another layout of the same sequence.
+    """The rows that a rank keeps, sends and receives to change to another layout of the same sequence.
 
     Args:
-        kept, kept_places: places of rows that it has already, and where they go.
-        leaving, arriving: for each rank the places of the rows that it is sent, and where those that come from it go.
+        kept, kept_places: old and new places of the rows that stay on this rank.
+        leaving: for each rank, the old places of the rows sent to it.
+        arriving: for each rank, the new places of the rows received from it.
     """
 
     kept: torch.Tensor

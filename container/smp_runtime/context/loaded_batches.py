@@ -1,4 +1,4 @@
-"""The last batch that a script has loaded, to tell whether the ranks that share sequences out cut the same one."""
+"""Records of loaded batches, to check that the ranks of a context parallel group split the same one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LoadedBatches:
-    """Notes the batches of all loaders of this process.
+    """A record of the batches that the loaders of this process return.
 
     Attributes:
         last: tensors of the last batch.
@@ -30,7 +30,7 @@ class LoadedBatches:
 
     @classmethod
     def of(cls, ranks: Ranks) -> LoadedBatches:
-        """Return those of the job."""
+        """Return the job's record, made at the first call."""
         return ranks.keep(cls, cls)
 
     def watch(self) -> Callable[[], None]:
@@ -63,7 +63,7 @@ class LoadedBatches:
 
 
 class _NotedIterator:
-    """An iterator of a loader, whose batches are noted."""
+    """An iterator over a loader that records each batch."""
 
     def __init__(self, iterator: Iterator[Any], batches: LoadedBatches) -> None:
         self._iterator, self._batches = iterator, batches

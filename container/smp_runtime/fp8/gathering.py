@@ -31,7 +31,7 @@ class ShardGathering(Protocol):
 
 
 class ShardedWeights(Protocol):
-    """Weights of layers in one flat buffer, of which each rank has a shard; see ``sharding/flat_unit.py``."""
+    """Weights of layers in one flat buffer that is sharded over the ranks; see ``sharding/flat_unit.py``."""
 
     shard: torch.Tensor
     shards: int

@@ -102,7 +102,7 @@ class HierarchicalGathering:
 
 
 class GatherPhases(Protocol):
-    """Starts two collectives, of which the second needs the result of the first."""
+    """Starts two collectives; the second needs the result of the first."""
 
     def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
         """Start the first, and the second after it; return the work of both."""

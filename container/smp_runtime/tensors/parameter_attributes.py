@@ -19,7 +19,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class GatheredValues(Protocol):
-    """Parameters of which each rank keeps a part, while the whole of them is in memory.
+    """Sharded parameters while their whole values are in memory.
 
     Attributes:
         writes: how many times values were written into the whole, except through a tensor that ``data`` returned.

@@ -105,10 +105,10 @@ class _SavedPart:
 
 @dataclass(frozen=True)
 class _SharedExperts(_SavedPart):
-    """The parts of all expert parallel ranks with one tensor coordinate, which together are one such part.
+    """One saved part joined from the parts of all expert parallel ranks that have the same tensor parallel rank.
 
     Attributes:
-        parts: in the order of the ranks. The other attributes are those of the first, with the names of all.
+        parts: in the order of the ranks. The other attributes are those of the first part, with the names of all parts.
     """
 
     parts: tuple[_SavedPart, ...] = ()

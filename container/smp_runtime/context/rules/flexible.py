@@ -33,7 +33,7 @@ _rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Places(NamedTuple):
-    """What is evaluated: samples, heads, positions of queries and of keys."""
+    """Samples, heads, and positions of queries and keys at which a mask or score function is evaluated."""
 
     samples: torch.Tensor
     heads: torch.Tensor
@@ -84,7 +84,7 @@ def attend_flexibly(args: Any, kwargs: Any) -> Any:
     """Return what ``flex_attention`` returns for sequences.
 
     Raises:
-        ValueError: the arguments do not fit each other.
+        SMPUserError: (a ``ValueError``) the arguments do not fit each other.
     """
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -197,7 +197,7 @@ def _wide(mask_mod: Callable[..., Any], places: _Places) -> _Places:
     for by_sample in (False, True):
         try:
             _evaluate(mask_mod, some, by_sample=by_sample, by_head=False)
-        except ValueError:  # of vmap: the result depends on what was said to be the same for all
+        except ValueError:  # from vmap: the result depends on the dim that this trial treats as the same for all
             continue
         return places._replace(heads=places.heads[:1], samples=places.samples[: None if by_sample else 1])
     return places
@@ -209,7 +209,7 @@ def _evaluate(
     """Return a function of sample, head, query and key for all of them, ``[samples, heads, rows, keys]``.
 
     Raises:
-        ValueError: the result depends on the sample or head, which it is said not to.
+        ValueError: from ``vmap``; the result depends on the sample or head although ``by_sample`` or ``by_head`` is false.
     """
     none = None, None, None
     mapped = torch.vmap(torch.vmap(function, (*none, 0)), (None, None, 0, None))

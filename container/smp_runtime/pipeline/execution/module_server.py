@@ -82,7 +82,7 @@ class _Enter(torch.autograd.Function):
 
 
 class ModuleServer:
-    """The server of the other stages' requests.
+    """A server that runs this stage's modules for the requests of other stages.
 
     Args:
         begins: called by a task that begins, with its microbatch.

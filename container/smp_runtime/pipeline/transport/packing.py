@@ -120,7 +120,7 @@ _taken_apart: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def register_wrapper(type_: type, take_apart: Callable[[Any], tuple[Any, ...]]) -> None:
-    """Let tensors of a class travel in parts, of which those that are tensors travel like others."""
+    """Let tensors of a class travel in parts; parts that are tensors travel like other tensors."""
     _taken_apart[type_] = take_apart
     _treatments.pop(type_, None)
 

@@ -21,7 +21,7 @@ _SOURCE, _TARGET = 0, 1
 
 
 class PairGroup:
-    """A process group of two ranks, the first of which sends to the second.
+    """A process group of two ranks; the first sends to the second.
 
     PyTorch does not list it, so ``destroy_process_group`` does not end it; :meth:`end` does.
 
