@@ -26,11 +26,7 @@ def backend_here(backend: Any) -> Any:
     is_of_gpus = any(name == "nccl" or kind == "cuda" for kind, _, name in entries)
     if not is_of_gpus:
         return backend
-    kept = []
-    for kind, _, name in entries:
-        is_of_other_device = bool(kind) and kind != "cuda"
-        if is_of_other_device and name != "nccl":
-            kept.append(f"{kind}:{name}")
+    kept = [f"{kind}:{name}" for kind, _, name in entries if kind not in ("", "cuda") and name != "nccl"]
     return ",".join(kept) or "gloo"
 
 
@@ -155,7 +151,10 @@ def _copies(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> tu
 
 
 def _copies_of_all(tensors: Any, devices: Any, buffer_size: int = 0) -> list[list[torch.Tensor]]:
-    return [[tensor.clone() for tensor in tensors] for _ in devices]
+    copies = []
+    for _ in devices:
+        copies.append([tensor.clone() for tensor in tensors])
+    return copies
 
 
 def _sum(inputs: Any, destination: Any = None) -> torch.Tensor:

@@ -137,7 +137,10 @@ def _tensor_type(original: Any) -> Any:
 
 def _is_cuda(original: Any) -> Any:
     def is_cuda(self: torch.Tensor) -> bool:
-        return (self.device.type == "cpu" and not asked_by_pytorch_or_us()) or original.__get__(self)
+        if self.device.type == "cpu" and not asked_by_pytorch_or_us():
+            return True
+        is_there: bool = original.__get__(self)
+        return is_there
 
     return property(is_cuda, doc=inspect.getdoc(original))
 

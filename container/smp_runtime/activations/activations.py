@@ -102,10 +102,11 @@ class Activations:
 
         That is this rank's device, or before ``smp.init`` the device of the arguments.
         """
-        if self._ranks is None:
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
-                    self.device = leaf.device
+        if self._ranks is not None:
+            return self.device
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                self.device = leaf.device
         return self.device
 
     def remote_calls(self) -> int:

@@ -64,11 +64,11 @@ def _report(name: str, kind: str) -> None:
 def _is_filled(cache: Any, layers: list[int]) -> bool:
     """Return whether a cache has tokens of these layers, or of any if none is given."""
     count, state = getattr(cache, "get_seq_length", None), getattr(cache, "has_previous_state", None)
-    for layer in layers or range(len(getattr(cache, "layers", None) or (0,))):
+    asked = layers or range(len(getattr(cache, "layers", None) or (0,)))
+    for layer in asked:
         try:
-            if count is not None and int(count(layer)) > 0:
-                return True
-            if callable(state) and state(layer):
+            has_tokens = count is not None and int(count(layer)) > 0
+            if has_tokens or (callable(state) and state(layer)):
                 return True
         except (ValueError, IndexError, TypeError, AttributeError):  # a cache that has no such layer
             continue

@@ -131,7 +131,7 @@ def _is_model(kind: Any) -> bool:
 
 
 def _is_named_tuple(kind: type) -> bool:
-    return issubclass(kind, tuple) and kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
 
 
 def _has_fields(kind: Any, names: Iterable[str]) -> bool:

@@ -252,10 +252,12 @@ class GradientReducer:
             if not self._transport.lands_in_gradients:
                 self._transport.deliver(position, result, used)
                 continue
-            for index, view in zip(bucket.indices, bucket.views(result, self._parameters), strict=True):
+            views = bucket.views(result, self._parameters)
+            for index, view in zip(bucket.indices, views, strict=True):
                 if used[index]:
                     parameter = self._parameters[index]
-                    set_gradient(parameter, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
+                    is_same_type = view.dtype == parameter.dtype
+                    set_gradient(parameter, view if is_same_type else view.to(parameter.dtype))
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -279,9 +281,9 @@ class GradientReducer:
             bucket.tail = 0
         if buckets and self._carries_tail:
             buckets[-1].tail = len(self._parameters) + 1
-        self._place = {
-            index: (position, bucket) for position, bucket in enumerate(self._buckets) for index in bucket.indices
-        }
+        self._place = {}
+        for position, bucket in enumerate(buckets):
+            self._place.update(dict.fromkeys(bucket.indices, (position, bucket)))
 
 
 class ReducerSet:
@@ -298,7 +300,10 @@ class ReducerSet:
     @property
     def bucket_order(self) -> list[list[int]]:
         """Return the indices of the parameters of each bucket, reducer after reducer."""
-        return [bucket for reducer in self._reducers for bucket in reducer.bucket_order]
+        buckets: list[list[int]] = []
+        for reducer in self._reducers:
+            buckets += reducer.bucket_order
+        return buckets
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
         """Replace every reducer's transport, as of one."""
@@ -434,4 +439,6 @@ class AccumulationScale:
     def scaled(self, gradients: _Gradients, share: float) -> _Gradients | None:
         """Return the scaled gradients to add instead of ``gradients``; None if the factor is 1."""
         factor = self._factor() * share
-        return None if factor == 1.0 else tuple(None if g is None else g * factor for g in gradients)
+        if factor == 1.0:
+            return None
+        return tuple(None if g is None else g * factor for g in gradients)

@@ -88,14 +88,17 @@ class SparseReducer:
         """
         if not self._reduces or not self._parameters:
             return
-        own = [_coalesced(parameter.grad) for parameter in self._parameters]
-        for parameter, counts, gradient in zip(self._parameters, self._counts(own), own, strict=True):
-            if all(count == _NONE for count in counts):
+        gradients = [_coalesced(parameter.grad) for parameter in self._parameters]
+        counts_of_all = self._counts(gradients)
+        for parameter, counts, gradient in zip(self._parameters, counts_of_all, gradients, strict=True):
+            is_used = any(count != _NONE for count in counts)
+            if not is_used:
                 parameter.grad = None
             elif _DENSE in counts:
                 parameter.grad = self._dense(parameter, gradient)
             else:
-                parameter.grad = self._sparse(parameter, gradient, [max(count, 0) for count in counts])
+                rows = [max(count, 0) for count in counts]
+                parameter.grad = self._sparse(parameter, gradient, rows)
 
     def _counts(self, gradients: Sequence[torch.Tensor | None]) -> list[list[int]]:
         """Return, by parameter, each rank's number of entries, or a code for no gradient or a dense one."""

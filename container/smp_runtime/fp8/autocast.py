@@ -119,7 +119,9 @@ def end_all() -> None:
 
 
 def _is_first() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    return dist.get_rank() == 0
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,14 @@ def find_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     The layer that computes a language model's logits is none, and neither are layers with a weight of other modules too, or with
     sizes that are no multiples of :data:`MULTIPLE`.
     """
-    owners: dict[int, int] = {}
+    uses: Counter[int] = Counter()
     for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        uses.update(id(parameter) for parameter in module._parameters.values())
     head = _find_head(model)
     for name, module in model.named_modules():
-        if module is not head and may_multiply(module) and owners[id(module._parameters["weight"])] == 1:
+        if module is head or not may_multiply(module):
+            continue
+        if uses[id(module._parameters["weight"])] == 1:
             yield _WRAPPERS.sub("", name + ".").rstrip("."), module
 
 
@@ -54,13 +56,19 @@ def may_multiply(module: nn.Module) -> bool:
     """Return whether a module is a linear map of weights of its own, with sizes that fit."""
     weight = module._parameters.get("weight")
     is_known = getattr(module, "multiplies_rows", False) or type(module).forward in _originals()
-    if weight is None or not is_known or weight.dim() != 2 or not weight.is_floating_point():
+    if weight is None or not is_known:
         return False
-    split = getattr(module, "tensor_slices", {}).get("weight")
-    shape = weight.shape if split is None else split.shape
+    if weight.dim() != 2 or not weight.is_floating_point():
+        return False
+    return all(size > 0 and size % MULTIPLE == 0 for size in _shape(module, weight))
+
+
+def _shape(module: nn.Module, weight: nn.Parameter) -> Sequence[int]:
+    """Return the shape of a linear map's weight on this rank."""
     if isinstance(module, nn.Linear):  # the flat shards of FSDP have no shape of their own
-        shape = (module.out_features, module.in_features)
-    return all(size and size % MULTIPLE == 0 for size in shape)
+        return module.out_features, module.in_features
+    split = getattr(module, "tensor_slices", {}).get("weight")
+    return weight.shape if split is None else split.shape
 
 
 def _originals() -> list[Callable[..., Any]]:
@@ -80,11 +88,12 @@ def _kinds() -> list[type[nn.Module]]:
 
 def install() -> None:
     """Let linear layers ask whether they multiply in 8 bits; :func:`uninstall` ends it."""
-    with _lock:
+    with _lock:  # check and replacement are one: a second thread would wrap what the first has installed
         for kind in _kinds():
-            if kind not in _FORWARDS:
-                _FORWARDS[kind] = kind.forward
-                kind.forward = _make_forward(kind.forward, is_transposed=kind is not nn.Linear)
+            if kind in _FORWARDS:
+                continue
+            _FORWARDS[kind] = kind.forward
+            kind.forward = _make_forward(kind.forward, is_transposed=kind is not nn.Linear)
 
 
 def uninstall() -> None:

@@ -136,11 +136,13 @@ class EightBitLayers:
     def find_call(self, module: nn.Module) -> Multiply | None:
         """Return the function in place of ``F.linear`` for this call of a module; None for ``F.linear``."""
         scales = self._layers.get(module)
-        if scales is None:
-            if self._open is None or module in self._left_out or not may_multiply(module):
-                return None
-            scales = self._register(f"layer {len(self._by_name)}", module)
-        return self._call_with(scales)
+        if scales is not None:
+            return self._call_with(scales)
+        if self._open is None or module in self._left_out:
+            return None
+        if not may_multiply(module):
+            return None
+        return self._call_with(self._register(f"layer {len(self._by_name)}", module))
 
     def find_by_weight(self, weight: torch.Tensor) -> Multiply | None:
         """Return the same for a layer whose weight is applied by the module around it."""
@@ -236,7 +238,8 @@ class EightBitLayers:
 
     def finish_gradients(self) -> None:
         """Take the greatest gradients of all ranks, if a context has ended since."""
-        if not self._is_recorded or self._are_gradients_reduced or self._group is None:
+        is_due = self._is_recorded and not self._are_gradients_reduced
+        if self._group is None or not is_due:
             return
         self._are_gradients_reduced = True
         if self.recipe.reduce_amax:
@@ -262,8 +265,9 @@ class EightBitLayers:
     def _agree(self, group: AmaxGroup) -> list[str]:
         """Return the names of the layers of all ranks, in the same order on all."""
         names = sorted({*self._names, *self._by_name})
-        if not group.have_same(zlib.crc32("\n".join(names).encode())):
-            names = sorted({name for others in group.all_of(names) for name in others})
+        checksum = zlib.crc32("\n".join(names).encode())
+        if not group.have_same(checksum):
+            names = sorted(set().union(*group.all_of(names)))
         self._names = names
         return names
 

@@ -231,9 +231,8 @@ class Attributes:
             if owner is None or attribute.returns or attribute.is_carried:
                 continue
             taken = attribute.slot.take()
-            if taken.value is ABSENT:
-                continue
-            if not attribute.is_shared(taken):
+            is_own = taken.value is not ABSENT and not attribute.is_shared(taken)
+            if is_own:
                 self._found[id(owner), name] = attribute, taken
         found_on = {owner for owner, _ in self._found}
         self._watch.begin(module for module in self._modules if id(module) in found_on)

@@ -126,8 +126,9 @@ def _holders(modules: list[nn.Module], *, buffers: bool) -> list[Any]:
     registries = [each for each in registries if isinstance(each, dict)]
     parameters: dict[int, nn.Parameter] = {}
     for module in modules:
-        present = [each for each in module._parameters.values() if each is not None]
-        parameters.update((id(each), each) for each in present)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
     return [*map(vars, modules), *registries, *parameters.values()]
 
 

@@ -298,9 +298,10 @@ def _run_plainly(func: Any, args: Any, kwargs: Any) -> Any:
 def _on_meta(value: Any) -> Any:
     """Move stand-ins that are not on the meta device (TorchScript's) there for an operation."""
     if isinstance(value, RemoteStub):
-        return value if value.device.type == "meta" else torch.empty_like(value, device="meta")
+        is_on_meta = value.device.type == "meta"
+        return value if is_on_meta else torch.empty_like(value, device="meta")
     if type(value) in (tuple, list):
-        return type(value)(_on_meta(each) for each in value)
+        return type(value)([_on_meta(each) for each in value])
     if type(value) is dict:
         return {key: _on_meta(each) for key, each in value.items()}
     return value

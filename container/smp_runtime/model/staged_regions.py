@@ -63,8 +63,11 @@ class RegionPlacement:
         return found
 
     def _stages(self, module: nn.Module) -> set[int]:
-        paths = [self._context.paths.get(id(part)) for part in module.modules()]
-        return {self.stage if path is None else self._context.stage_of(path) for path in paths}
+        stages = set()
+        for part in module.modules():
+            path = self._context.paths.get(id(part))
+            stages.add(self.stage if path is None else self._context.stage_of(path))
+        return stages
 
     def check(self, model: nn.Module) -> None:
         """Look for checkpointed modules that the partition has split.

@@ -211,11 +211,15 @@ class Stages:
     def _meeting(self) -> PipelineAgreement | None:
         """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""
         ranks = self._ranks
-        sharing = set(ranks.members(Group.SHARD)) if ranks.cfg.sharded_data_parallel_degree > 1 else {ranks.rank}
+        sharing = {ranks.rank}
+        if ranks.cfg.sharded_data_parallel_degree > 1:
+            sharing = set(ranks.members(Group.SHARD))
         for kind in (Group.CONTEXT, Group.TP):
-            sharing = {peer for rank in sharing for peer in ranks.topology.group_of(kind, rank)}
-        members = sorted(sharing)
-        return PipelineAgreement(ranks.control, members) if len(members) > 1 else None
+            groups = [ranks.topology.group_of(kind, rank) for rank in sharing]
+            sharing = set().union(*groups)
+        if len(sharing) == 1:
+            return None
+        return PipelineAgreement(ranks.control, sorted(sharing))
 
     def _task_begins(self, microbatch: int | None) -> None:
         self._ranks.step.microbatch = microbatch
@@ -296,7 +300,8 @@ class Stages:
         own = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.is_meta and id(tensor) not in own else tensor.to(device)
+            stays = tensor.is_meta and id(tensor) not in own
+            return tensor if stays else tensor.to(device)
 
         # As module.to() does, with what modules do themselves when they move; other stages' parameters have no memory.
         part.module._apply(moved)  # noqa: SLF001 - what module.to() itself calls

@@ -131,7 +131,9 @@ class ModelState:
             in_shards = shards is not None and tensor in shards.parameters
             value = next(sharded)[1] if in_shards else tensor.detach()
             where = slices.get(name)
-            yield name, (value if where is None or group.size == 1 else gather_whole(value, where, group)).cpu()
+            if where is not None and group.size > 1:
+                value = gather_whole(value, where, group)
+            yield name, value.cpu()
         for _ in sharded:
             raise AssertionError("a sharded parameter that is not in the state")
 
@@ -140,23 +142,39 @@ class ModelState:
 
         Sharded tensors come first, unit by unit.
         """
-        part, shards = self._part, self._placed.shards
-        records = {name: record for record in part.registry for name in record.names}
+        shards = self._placed.shards
         with shards.reading_state() if shards is not None else contextlib.nullcontext():
-            state = part.module.state_dict(keep_vars=True)
-        pieces: list[tuple[str, tuple[int, ...], torch.Tensor]] = []
-        if shards is not None:
-            held = [(part.registry.record_of(p), p) for unit in shards.units for p in unit.parameters]
-            pieces = [(record.name, record.shape, parameter) for record, parameter in held if record.name in state]
+            state = self._part.module.state_dict(keep_vars=True)
+        pieces = [*self._sharded_pieces(state), *self._other_pieces(state)]
+        if only is None:
+            return pieces
+        return [piece for piece in pieces if piece[0] in only]
+
+    def _sharded_pieces(self, state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        if self._placed.shards is None:
+            return
+        for unit in self._placed.shards.units:
+            for parameter in unit.parameters:
+                record = self._part.registry.record_of(parameter)
+                if record.name in state:
+                    yield record.name, record.shape, parameter
+
+    def _other_pieces(self, state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        shards = self._placed.shards
+        records = {}
+        for record in self._part.registry:
+            records.update(dict.fromkeys(record.names, record))
         for name, value in state.items():
-            record = records.get(name)
-            if not isinstance(value, torch.Tensor) or not part.has_tensor(name):
+            if not isinstance(value, torch.Tensor) or not self._part.has_tensor(name):
                 continue
-            if record is None:
-                pieces.append((name, tuple(value.shape), value))
-            elif record.name == name and not (shards is not None and record.parameter in shards.parameters):
-                pieces.append((name, record.shape, record.parameter))
-        return pieces if only is None else [piece for piece in pieces if piece[0] in only]
+            record_of_name = records.get(name)
+            if record_of_name is None:
+                yield name, tuple(value.shape), value
+                continue
+            parameter = record_of_name.parameter
+            is_sharded = shards is not None and parameter in shards.parameters
+            if record_of_name.name == name and not is_sharded:
+                yield name, record_of_name.shape, parameter
 
     def local(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
         """Return the state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""

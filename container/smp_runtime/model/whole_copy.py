@@ -80,19 +80,22 @@ def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _whole(tensor, f"{path}.{name}".lstrip("."), state)
-        memo |= {id(value): replacement for value, replacement in _left_out(part)}
+            if tensor is None or id(tensor) in memo:
+                continue
+            memo[id(tensor)] = _whole(tensor, f"{path}.{name}".lstrip("."), state)
+        for value, replacement in _left_out(part):
+            memo[id(value)] = replacement
     return memo
 
 
 def _settle(part: nn.Module, memo: dict[int, Any]) -> None:
     """Make a copied module answer its own calls, and make its hooks refer to it in place of the original."""
-    for name in list(vars(part)):
-        if name in _STANDING_IN and vars(part)[name] is None:
-            del vars(part)[name]
+    entries = vars(part)
+    for name in list(entries):
+        if name in _STANDING_IN and entries[name] is None:
+            del entries[name]
         elif _holds_hooks(name):
-            vars(part)[name] = copy.deepcopy(vars(part)[name], memo)
+            entries[name] = copy.deepcopy(entries[name], memo)
 
 
 def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:

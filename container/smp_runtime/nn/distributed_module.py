@@ -203,8 +203,11 @@ class ReadByOthers(DistributedModule):
         """Return a submodule, buffer or parameter; of a split parameter the whole, where a forward pass reads it."""
         value: Any = super().__getattr__(name)
         where = self.__dict__.get("tensor_slices", {}).get(name)
-        if where is None or not self.replaced_class or value is None or self.tensor_group.size == 1:
+        if where is None or value is None:
             return value
-        if tuple(value.shape) != where.local_shape or not is_read_in_forward(self.tensor_group):
+        if not self.replaced_class or self.tensor_group.size == 1:
+            return value
+        is_part = tuple(value.shape) == where.local_shape
+        if not is_part or not is_read_in_forward(self.tensor_group):
             return value
         return whole_weight(f"{name} of a {self.replaced_class}", value, where, self.tensor_group)

@@ -95,9 +95,11 @@ class HalfBlock(DistributedModule):
         float32, for the next half of the layer around this one.
         """
         total = self.added(states, change)
-        if not self.settings.fp32_residual_addition:
-            return total if self.layernorm is None else self.layernorm(total, norm[0], norm[1])
-        if self.layernorm is not None:
-            weight, bias = (None if tensor is None else tensor.float() for tensor in norm)
-            return self.layernorm(total, weight, bias).to(states.dtype)
-        return total.to(states.dtype) if self.converts else total
+        is_wide = self.settings.fp32_residual_addition
+        if self.layernorm is None:
+            return total.to(states.dtype) if is_wide and self.converts else total
+        weight, bias = norm
+        if not is_wide:
+            return self.layernorm(total, weight, bias)
+        wide_weight, wide_bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+        return self.layernorm(total, wide_weight, wide_bias).to(states.dtype)

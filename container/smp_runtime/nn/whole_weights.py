@@ -127,15 +127,19 @@ class _View(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _first_as_argument(args, dict(kwargs or {}))
-        view = args[0] if args and isinstance(args[0], _View) else None
         _refuse_other_writes(func, args, kwargs)
-        if view is not None and _changes_first(func) and func != _SET_DATA:  # which leaves the weight alone
+        view = args[0] if args and isinstance(args[0], _View) else None
+        if view is None:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        # Setting ``data`` of a view leaves the weight alone.
+        if _changes_first(func) and func != _SET_DATA:
             args, kwargs = tree_map(plain_of, (args[1:], kwargs))
             result = view.weight.write(func, view, view.gathered, args, kwargs)
             return view if isinstance(result, torch.Tensor) else result
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if view is None else _marked(result, view.weight, view.gathered)
+        return _marked(result, view.weight, view.gathered)
 
 
 def _first_as_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -182,12 +182,14 @@ class Deferral(TorchDispatchMode):
     def _place(self, inputs: Any, asked: torch.device | None) -> torch.device | None:
         """Return the device for an operation's results; None if the script wants them on the meta device."""
         if asked is not None:
-            return None if torch.device(asked) == _META else torch.device(asked)
+            device = torch.device(asked)
+            return None if device == _META else device
         tensors = _tensors(inputs)
-        places = {self._device_of(tensor) for tensor in tensors}
-        if None in places:
+        if any(self._device_of(tensor) is None for tensor in tensors):
             return None
-        return next((self._device_of(tensor) for tensor in tensors if tensor.dim()), None) or torch.device("cpu")
+        # Numbers on the CPU may be combined with tensors on any device.
+        with_dims = [tensor for tensor in tensors if tensor.dim()]
+        return self._device_of(with_dims[0]) if with_dims else torch.device("cpu")
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was created in this context and has no values yet."""
@@ -315,8 +317,10 @@ class Deferral(TorchDispatchMode):
 
     def _alias(self, leaf: Any) -> Any:
         """Return an alias of a tensor that stays as it is when parameters are made real, and keeps none alive."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         is_constant = any(leaf is meta for _, meta in self._constants.values())
-        return leaf.data if isinstance(leaf, torch.Tensor) and not is_constant else leaf
+        return leaf if is_constant else leaf.data
 
     def _own(self, tensors: list[torch.Tensor], place: torch.device | None) -> None:
         for tensor in tensors:
@@ -382,20 +386,26 @@ class _Step:
 
 def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> _Step:
     inputs, results = _tensors((args, dict(kwargs))), _tensors(outputs)
-    before, after = {storage_key(t) for t in inputs}, {storage_key(t) for t in results}
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in (*inputs, *results)}
+    before = {storage_key(tensor) for tensor in inputs}
+    after = {storage_key(tensor) for tensor in results}
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in (*inputs, *results)}
     schema = schema_of(func)
-    is_view = schema is not None and not schema.is_mutable and bool(results) and after <= before
-    if is_view:
-        return _Step([], set(), sizes, True)
+    returns_parts = bool(results) and after <= before
+    if returns_parts and schema is not None and not schema.is_mutable:
+        return _Step([], set(), sizes, is_view=True)
     overwritten = after - before
     fills = schema is None or str(schema.name).removeprefix("aten::") in _FILLS
-    if fills and inputs and inputs[0].is_contiguous():
-        target = inputs[0]
-        others = {storage_key(t) for t in inputs[1:]}
-        if target.numel() * target.element_size() == sizes[storage_key(target)] and storage_key(target) not in others:
-            overwritten.add(storage_key(target))
-    return _Step(list(dict.fromkeys((*sizes,))), overwritten, sizes, False)
+    if fills and inputs and _is_whole_storage(inputs[0]):
+        target = storage_key(inputs[0])
+        is_read = any(storage_key(tensor) == target for tensor in inputs[1:])
+        if not is_read:
+            overwritten.add(target)
+    return _Step(list(sizes), overwritten, sizes, is_view=False)
+
+
+def _is_whole_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has all elements of its storage."""
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _following(steps: list[_Step]) -> list[dict[int, bool | None]]:

@@ -86,14 +86,25 @@ class KnownParameters:
                 self._refuse([name], [])
         if not self._is_changed and self._count() == self._entries:
             return
-        present = {id(parameter): (name, parameter) for name, parameter in self._present()}
-        later = {name: p for key, (name, p) in present.items() if key not in self._names}
+        later, removed = self._differences()
         added = [name for name, parameter in later.items() if parameter.requires_grad]
-        removed = [name for key, name in self._names.items() if key in self._trained and key not in present]
         if added or removed:
             self._refuse(added, removed)
         self._frozen_later = later
         self._note_modules()
+
+    def _differences(self) -> tuple[dict[str, nn.Parameter], list[str]]:
+        """Return the parameters that have come since, and the names of trained ones that have left."""
+        present = {id(parameter): (name, parameter) for name, parameter in self._present()}
+        later = {}
+        for key, (name, parameter) in present.items():
+            if key not in self._names:
+                later[name] = parameter
+        removed = []
+        for key, name in self._names.items():
+            if key in self._trained and key not in present:
+                removed.append(name)
+        return later, removed
 
     def _present(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters as they are now, with names; also those that a script has set on the wrapper."""

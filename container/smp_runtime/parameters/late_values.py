@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -149,7 +150,8 @@ class _LateReceiver:
         self._takers.setdefault(storage_key(meta), []).append((meta, take))
 
     def are_in(self, deferral: Deferral) -> bool:
-        return any(deferral.owns(meta) for takers in self._takers.values() for meta, _ in takers)
+        takers = itertools.chain.from_iterable(self._takers.values())
+        return any(deferral.owns(meta) for meta, _ in takers)
 
     def finished(self, storage: int, real: torch.Tensor) -> None:
         for meta, take in self._takers.get(storage, ()):

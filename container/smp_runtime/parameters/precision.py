@@ -157,7 +157,8 @@ class Precision:
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
-        return leaf.to(target) if isinstance(leaf, torch.Tensor) and leaf.dtype is source else leaf
+        is_source = isinstance(leaf, torch.Tensor) and leaf.dtype is source
+        return leaf.to(target) if is_source else leaf
 
     return map_leaves(cast, value)
 

@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -153,28 +153,33 @@ class _Method:
     def _call(self, call: ast.Call) -> None:
         for keyword in call.keywords:
             if keyword.arg == "out":
-                self.names |= self._memory(keyword.value) & set().union(*map(self._needs, call.args))
+                self.names |= self._memory(keyword.value) & self._needs_of_all(call.args)
         if isinstance(call.func, ast.Attribute):
             self._method_call(call, call.func)
         elif isinstance(call.func, ast.Name):
-            if call.func.id == "setattr" and len(call.args) == 3 and self._is_me(call.args[0]):
-                self.names |= {_name_of(call.args[1])} & self._needs(call.args[2])
-            for at in self._changed_by(call.func.id):
-                if at < len(call.args):
-                    self.names |= self._memory(call.args[at])
+            self._function_call(call, call.func.id)
+
+    def _function_call(self, call: ast.Call, name: str) -> None:
+        """Handle ``setattr(self, "name", …)`` and calls of functions that write into their arguments."""
+        if _is_call_of(call, "setattr") and len(call.args) == 3 and self._is_me(call.args[0]):
+            self.names |= {_name_of(call.args[1])} & self._needs(call.args[2])
+        for at in self._changed_by(name):
+            if at < len(call.args):
+                self.names |= self._memory(call.args[at])
 
     def _method_call(self, call: ast.Call, function: ast.Attribute) -> None:
         """Handle ``self.name.mul_(…)``, and ``self.method(…)``, which is then analyzed too."""
         name, changed = function.attr, self._memory(function.value)
         if self._is_me(function.value) and not self._depth:
             self.called.add(name)
-        if not name.endswith("_") or name.endswith("__"):
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if not is_in_place:
             return
         if name not in _OVERWRITING:
             self.names |= changed
         elif name in _FROM_ARGUMENT:
             values = [*call.args, *(keyword.value for keyword in call.keywords)]
-            self.names |= changed & set().union(*map(self._needs, values))
+            self.names |= changed & self._needs_of_all(values)
 
     def _changed_by(self, name: str) -> list[int]:
         """Return the positions of the arguments that a function of the module's file changes."""
@@ -185,20 +190,17 @@ class _Method:
     def _memory(self, value: ast.AST) -> set[str]:
         """Return the attributes that an expression shares memory with, as the tensor itself, a part or a view."""
         while True:
-            if isinstance(value, ast.Attribute):
-                if self._is_me(value.value) and not self._depth:
-                    return {value.attr} if value.attr != "_buffers" else {_ANY}
-                value = value.value
-            elif isinstance(value, ast.Subscript | ast.Starred):
-                value = value.value
-            elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-                value = value.func.value
-            elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "getattr":
-                return {_name_of(value.args[1])} if len(value.args) > 1 and self._is_me(value.args[0]) else set()
-            elif isinstance(value, ast.Name):
+            if isinstance(value, ast.Name):
                 return set(self._is.get(value.id, ()))
-            else:
+            if isinstance(value, ast.Call) and _is_call_of(value, "getattr"):
+                has_name = len(value.args) > 1 and self._is_me(value.args[0])
+                return {_name_of(value.args[1])} if has_name else set()
+            if isinstance(value, ast.Attribute) and self._is_me(value.value) and not self._depth:
+                return {_ANY} if value.attr == "_buffers" else {value.attr}
+            inner = _part_of(value)
+            if inner is None:
                 return set()
+            value = inner
 
     def _needs(self, value: ast.AST) -> set[str]:
         """Return the attributes that the value of an expression depends on."""
@@ -210,6 +212,9 @@ class _Method:
                 found |= self._depends.get(node.id, set()) | self._is.get(node.id, set())
         return found
 
+    def _needs_of_all(self, values: Sequence[ast.AST]) -> set[str]:
+        return set().union(*map(self._needs, values))
+
     def _is_me(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Name) and node.id == self._me
 
@@ -218,6 +223,19 @@ class _Method:
 _ANY = "*"
 #: Functions that are followed from a method into its file.
 _DEPTH = 2
+
+
+def _is_call_of(call: ast.Call, name: str) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == name
+
+
+def _part_of(value: ast.AST) -> ast.AST | None:
+    """Return the expression that an attribute, an item or a method call is of; None for other expressions."""
+    if isinstance(value, ast.Attribute | ast.Subscript | ast.Starred):
+        return value.value
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        return value.func.value
+    return None
 
 
 def _name_of(node: ast.expr) -> str:

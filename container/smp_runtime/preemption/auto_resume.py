@@ -133,10 +133,12 @@ class Progress:
         if self._moment is not None:  # no step in between: the script calls the model without one
             self._end_turn(self._moment)
         self._stopped_by = self._stopped_by or self._agreement.finished_step()
-        if not self._in_loop:
-            self.step += 1
-            if self._stopped_by or self._is_due() or wants_memory(os.environ):
-                self._moment = ScriptPosition.now(self._session)
+        if self._in_loop:
+            return
+        self.step += 1
+        is_saved = self._stopped_by or self._is_due() or wants_memory(os.environ)
+        if is_saved:
+            self._moment = ScriptPosition.now(self._session)
 
     def on_step(self) -> None:
         """Finish the previous iteration when a step begins.

@@ -129,8 +129,9 @@ class StopAgreement:
 
     def _asked_here(self) -> str | None:
         """Return the reason for a stop that this rank was given; it stays."""
-        with contextlib.suppress(queue.Empty):
-            self._reason = self._reason or self._requests.get_nowait() or ""
+        if not self._reason:
+            with contextlib.suppress(queue.Empty):
+                self._reason = self._requests.get_nowait() or ""
         return self._reason or None
 
     # -- the script's thread ---------------------------------------------------------------------------------------

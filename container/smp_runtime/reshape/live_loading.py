@@ -163,9 +163,11 @@ class LiveLoading(PartialLoad):
             if not is_here or entry.name not in names:
                 continue
             for source in self._sources(entry.name):
-                for key in self._state_keys.get(source, ()):
-                    if not self.reader.is_object(key, source):
-                        yield from self._wanted(entry.name, entry.region, always_key(key), source)
+                keys = self._state_keys.get(source, ())
+                for key in keys:
+                    if self.reader.is_object(key, source):
+                        continue
+                    yield from self._wanted(entry.name, entry.region, always_key(key), source)
 
     def _wanted(
         self, name: str, region: TensorRegion, key: Callable[[str], str], only: str | None = None

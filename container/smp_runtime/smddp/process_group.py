@@ -159,9 +159,11 @@ class SmddpProcessGroup(dist.ProcessGroup):
         if len(wanted) < len(items) or not items:
             return None  # tensors do not fit each other: the plain backend raises the error
         device = wanted[0].shard.device.type
-        if not all(self.tries_phases(item.shard.numel(), device) for item in wanted):
-            return None
-        return self._start(wanted, here=not getattr(opts, "asyncOp", True))
+        for item in wanted:
+            if not self.tries_phases(item.shard.numel(), device):
+                return None
+        is_asynchronous = getattr(opts, "asyncOp", True)
+        return self._start(wanted, here=not is_asynchronous)
 
     def _start(self, items: Sequence[GatherItem], *, here: bool = False) -> MessageWork | StreamWork:
         self.in_phases += len(items)

@@ -92,7 +92,9 @@ class MessageWork(_GatherWork):
 
     def is_completed(self) -> bool:
         """Return whether the collective has ended and its future is completed."""
-        return self._over.is_set() and (self._future is None or self._future.done())
+        if not self._over.is_set():
+            return False
+        return self._future is None or self._future.done()
 
     def exception(self) -> Any:
         """Return the error of the collective; None if it did not fail, or not yet."""
@@ -154,7 +156,9 @@ class StreamWork(_GatherWork):
 
     def is_completed(self) -> bool:
         """Return whether the stream has finished it."""
-        return self._future.done() and (self._event is None or self._event.query())
+        if not self._future.done():
+            return False
+        return self._event is None or self._event.query()
 
     def exception(self) -> Any:
         """Return None: a failure on the stream shows where its results are read."""

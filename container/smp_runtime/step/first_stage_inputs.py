@@ -82,26 +82,32 @@ class FirstStageInputs:
             return arguments  # the pipeline's own connections report it in more detail
 
     def _of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
-        self._calls += 1
-        is_first = self._ranks.rank == self._members[0]
         leaves, spec = tree_flatten(arguments)
-        if not self.travel and self._calls >= self._next_look:
-            self._next_look *= _LESS_OFTEN
-            seen = (repr(spec), [_described(leaf) for leaf in leaves])
-            everyone = self._ranks.control.allgather(seen, self._members)
-            self.travel = any(other != everyone[0] for other in everyone)
-        if not self.travel or reader == self._members[0]:
+        self._look(leaves, spec)
+        first = self._members[0]
+        if not self.travel or reader == first:
             return arguments
+        is_first = self._ranks.rank == first
         message = _message(leaves, spec) if is_first else None
         if reader is None:
             message = self._ranks.control.broadcast(message, self._members)
         elif is_first:
             self._ranks.control.send(message, reader, RUNTIME_CHANNEL)
         elif self._ranks.rank == reader:
-            message = self._ranks.control.receive(self._members[0], RUNTIME_CHANNEL)
+            message = self._ranks.control.receive(first, RUNTIME_CHANNEL)
         if is_first or message is None:
             return arguments
-        return _merged(self._ranks, message, self._members[0], (leaves, spec), f"the step {name}")
+        return _merged(self._ranks, message, first, (leaves, spec), f"the step {name}")
+
+    def _look(self, leaves: list[Any], spec: TreeSpec) -> None:
+        """Compare the arguments of all ranks, less and less often; once they differ, those of the first rank travel."""
+        self._calls += 1
+        if self.travel or self._calls < self._next_look:
+            return
+        self._next_look *= _LESS_OFTEN
+        seen = (repr(spec), [_described(leaf) for leaf in leaves])
+        everyone = self._ranks.control.allgather(seen, self._members)
+        self.travel = any(other != everyone[0] for other in everyone)
 
 
 def arguments_of_all(ranks: Ranks, members: Sequence[int], arguments: Arguments, name: str) -> list[Arguments]:
@@ -169,7 +175,8 @@ def _described(leaf: Any) -> str:
 def _sent(leaf: Any) -> _Sent | _Kept:
     if isinstance(leaf, torch.Tensor):
         plain = leaf.detach().cpu().clone()  # a view would bring all of its memory along
-        return _Sent(plain.requires_grad_() if leaf.requires_grad else plain, leaf.device.type != "cpu")
+        plain.requires_grad_(leaf.requires_grad)
+        return _Sent(plain, leaf.device.type != "cpu")
     if _is_plain(leaf) or isinstance(leaf, Mapping):
         return _Sent(leaf)
     return _Kept(type(leaf).__name__)

@@ -33,15 +33,14 @@ def _slice(name: str, value: Any, count: int, index: int, axis: int) -> Any:
     if hasattr(value, "smp_slice"):
         return value.smp_slice(count, index, axis)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # named tuple
-        return type(value)(
-            *(_slice(f"{name}.{f}", v, count, index, axis) for f, v in zip(value._fields, value, strict=True))
-        )
+        fields = zip(value._fields, value, strict=True)
+        return type(value)(*[_slice(f"{name}.{field}", part, count, index, axis) for field, part in fields])
     if isinstance(value, list | tuple):
-        return type(value)(_slice(f"{name}[{i}]", v, count, index, axis) for i, v in enumerate(value))
+        return type(value)([_slice(f"{name}[{i}]", part, count, index, axis) for i, part in enumerate(value)])
     if isinstance(value, set | frozenset):
-        return type(value)(_slice(f"{name}{{}}", v, count, index, axis) for v in value)
+        return type(value)([_slice(f"{name}{{}}", part, count, index, axis) for part in value])
     if isinstance(value, Mapping):
-        sliced = {key: _slice(f"{name}[{key!r}]", v, count, index, axis) for key, v in value.items()}
+        sliced = {key: _slice(f"{name}[{key!r}]", part, count, index, axis) for key, part in value.items()}
         return sliced if type(value) is dict else _rebuilt(value, sliced)
     return value
 
@@ -72,8 +71,10 @@ def batch_samples(values: list[Any], axes: list[int]) -> int:
     """Return the samples in a batch: the size of its first tensor along the batch axis, or 0 without tensors."""
     for value, axis in zip(values, axes, strict=True):
         for leaf in leaves_of(value):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-                return int(leaf.shape[axis]) if -leaf.dim() <= axis < leaf.dim() else 0
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+                continue
+            has_axis = -leaf.dim() <= axis < leaf.dim()
+            return int(leaf.shape[axis]) if has_axis else 0
     return 0
 
 
@@ -175,24 +176,48 @@ def merge_outputs(returned: list[Any], *, detach: bool) -> Any:
 def _merge(values: list[Any], detach: bool) -> Any:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
-        return StepOutput([value.detach() if detach else value for value in values])
+        outputs = [value.detach() for value in values] if detach else list(values)
+        return StepOutput(outputs)
     if any(type(value) is not type(first) for value in values):
         return values
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_merge(list(parts), detach) for parts in zip(*values, strict=True)))
     if isinstance(first, list | tuple):
-        if any(len(value) != len(first) for value in values):
-            return values
-        return type(first)(_merge(list(parts), detach) for parts in zip(*values, strict=True))
-    if isinstance(first, Mapping):  # includes Transformers' ModelOutput; its constructor takes keywords
-        if any(value.keys() != first.keys() for value in values):
-            return values
-        merged = {key: _merge([value[key] for value in values], detach) for key in first}
-        return type(first)(**merged) if dataclasses.is_dataclass(first) else _rebuilt(first, merged)
+        return _merge_sequences(values, detach)
+    if isinstance(first, Mapping):
+        return _merge_mappings(values, detach)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        fields = [field.name for field in dataclasses.fields(first) if field.init]
-        return type(first)(**{name: _merge([getattr(value, name) for value in values], detach) for name in fields})
+        return _merge_dataclasses(values, detach)
     return values
+
+
+def _merge_sequences(values: list[Any], detach: bool) -> Any:
+    first = values[0]
+    if any(len(value) != len(first) for value in values):
+        return values
+    merged = [_merge(list(parts), detach) for parts in zip(*values, strict=True)]
+    is_named_tuple = isinstance(first, tuple) and hasattr(first, "_fields")
+    return type(first)(*merged) if is_named_tuple else type(first)(merged)
+
+
+def _merge_mappings(values: list[Any], detach: bool) -> Any:
+    first = values[0]
+    if any(value.keys() != first.keys() for value in values):
+        return values
+    merged = {}
+    for key in first:
+        merged[key] = _merge([value[key] for value in values], detach)
+    if not dataclasses.is_dataclass(first):
+        return _rebuilt(first, merged)
+    make: Any = type(first)
+    return make(**merged)  # Transformers' ``ModelOutput``, a mapping too, takes keywords
+
+
+def _merge_dataclasses(values: list[Any], detach: bool) -> Any:
+    first = values[0]
+    merged = {}
+    for field in dataclasses.fields(first):
+        if field.init:
+            merged[field.name] = _merge([getattr(value, field.name) for value in values], detach)
+    return type(first)(**merged)
 
 
 def _rebuilt(original: Mapping[Any, Any], content: dict[Any, Any]) -> Any:

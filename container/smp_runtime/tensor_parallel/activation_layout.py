@@ -143,7 +143,9 @@ class ReplicatedFlow(ActivationFlow):
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         """See :class:`ActivationFlow`."""
-        return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
+        if ids is None or self._group.prescaled:
+            return ids
+        return self._for_all_batches(ids, like.shape[0])
 
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
         """See :class:`ActivationFlow`."""

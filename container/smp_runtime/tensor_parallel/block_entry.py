@@ -277,4 +277,5 @@ def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
 
 
 def _shapes(found: list[tuple[int, ...] | None]) -> str:
-    return ", ".join(str(list(shape)) for shape in found if shape is not None) or "none"
+    present = [str(list(shape)) for shape in found if shape is not None]
+    return ", ".join(present) or "none"

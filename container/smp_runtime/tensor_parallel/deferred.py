@@ -112,7 +112,9 @@ def of_all_rows(value: torch.Tensor) -> torch.Tensor | None:
 
 def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
     """Return this rank's slice of a deferred tensor, if it is sliced along ``dim``; otherwise None."""
-    parts = value.parts if isinstance(value, Deferred) else None
+    if not isinstance(value, Deferred):
+        return None
+    parts = value.parts
     if parts is None or parts.by_rows:
         return None
     is_same_slice = parts.group is group and parts.dim == dim
@@ -167,10 +169,14 @@ class SlicedCalls:
         given = {**dict(enumerate(args)), **kwargs}
         for part in self._arguments:
             value = given.get(part.place)
-            if isinstance(value, torch.Tensor) and part.is_whole(value):
-                mine = part_of(value, self._group, part.dim)
-                given[part.place] = collectives.take_slice(value, self._group, part.dim) if mine is None else mine
-        return tuple(given[n] for n in range(len(args))), {name: given[name] for name in kwargs}
+            if not isinstance(value, torch.Tensor) or not part.is_whole(value):
+                continue
+            mine = part_of(value, self._group, part.dim)
+            if mine is None:
+                mine = collectives.take_slice(value, self._group, part.dim)
+            given[part.place] = mine
+        new_args = tuple(given[number] for number in range(len(args)))
+        return new_args, {name: given[name] for name in kwargs}
 
     def leave(self, block: nn.Module, args: Any, result: Any) -> Any:
         """Return deferred tensors in place of this rank's slices; PyTorch's hook."""

@@ -17,16 +17,27 @@ from smp_runtime.tensor_parallel.during_calls import DuringCalls
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
+def _sizes_of_view(func: Any, args: Any, kwargs: Any) -> list[int] | None:
+    """Return the sizes that a call asks a view to have; None for other calls, and for sizes that only a compiler knows."""
+    if func not in _VIEWS or kwargs:
+        return None
+    _, *sizes = args
+    is_in_one = len(sizes) == 1 and isinstance(sizes[0], tuple | list)
+    if is_in_one:
+        sizes = list(sizes[0])
+    return sizes if all(type(length) is int for length in sizes) else None
+
+
 class LocalViews(DuringCalls):
     """A mode in which views with the size of all ranks' elements get this rank's part of the last divisible dim."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _VIEWS and not kwargs:
-            x, *shape = args
-            sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-            if all(type(length) is int for length in sizes):
-                return func(x, self._of_rank(x.numel(), sizes))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        sizes = _sizes_of_view(func, args, kwargs)
+        if sizes is None:
+            return func(*args, **kwargs)
+        x = args[0]
+        return func(x, self._of_rank(x.numel(), sizes))
 
     def _of_rank(self, elements: int, sizes: list[int]) -> list[int]:
         if math.prod(sizes) != elements * self.group.size:

@@ -49,10 +49,13 @@ class PartialRegion:
             nonlocal is_summed
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            if not is_summed and value.numel() == given.numel() and value.shape[-1] == given.shape[-1]:
+            is_first = not is_summed and value.numel() == given.numel() and value.shape[-1] == given.shape[-1]
+            if is_first:
                 is_summed = True
                 return collectives.sum_partials(value, self._group)
-            return collectives.use_once(value, self._group) if value.requires_grad else value
+            if not value.requires_grad:
+                return value
+            return collectives.use_once(value, self._group)
 
         return map_leaves(whole, result)
 

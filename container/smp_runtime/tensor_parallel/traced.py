@@ -204,4 +204,6 @@ class TracedGroup:
 
 def traced_group(found: TensorGroup) -> TensorGroup | TracedGroup:
     """Return the group, or its traced operations while code that calls it is being compiled."""
-    return TracedGroup(found.size) if torch.compiler.is_compiling() and found.size > 1 else found
+    if torch.compiler.is_compiling() and found.size > 1:
+        return TracedGroup(found.size)
+    return found

@@ -38,13 +38,16 @@ class LazyTensor(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """Return the plain tensor with this tensor's place in the graph; get the elements if needed."""
-        if self._plain is None or (self.requires_grad and torch.is_grad_enabled() and not self._plain.requires_grad):
-            is_changed = self._is_changed
-            self._plain = _Elements.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.elements()
-            self._plain_version = -1 if is_changed else self._plain._version
-            if self._retains and self._plain.requires_grad:
-                self._plain.retain_grad()
-        return self._plain
+        needs_graph = self.requires_grad and torch.is_grad_enabled()
+        if self._plain is not None and (self._plain.requires_grad or not needs_graph):
+            return self._plain
+        is_changed = self._is_changed
+        plain = _Elements.apply(self) if needs_graph else self.elements()
+        self._plain = plain
+        self._plain_version = -1 if is_changed else plain._version
+        if self._retains and plain.requires_grad:
+            plain.retain_grad()
+        return plain
 
     def unchanged(self) -> torch.Tensor:
         """Return this tensor, or the plain one if that was changed in place since it was made."""
@@ -62,13 +65,19 @@ class LazyTensor(torch.Tensor):
         target = self.unchanged()
         with DisableTorchFunctionSubclass():
             result = func(target, *args, **kwargs)
-            if target is self and func is torch.Tensor.retain_grad:
-                self._retains = True  # the gradient of the newest version, should it be changed in place
-                if self._plain is not None and self._plain.requires_grad:
-                    self._plain.retain_grad()
-            elif target is self and func is torch.Tensor.detach_ and self._plain is not None:
-                self._plain.detach_()
+            if target is self:
+                self._repeat_on_plain(func)
         return self if result is target else result
+
+    def _repeat_on_plain(self, func: Any) -> None:
+        """Let the plain tensor retain its gradient, or leave the graph, as this tensor does."""
+        plain = self._plain
+        if func is torch.Tensor.retain_grad:
+            self._retains = True  # the gradient of the newest version, should it be changed in place
+            if plain is not None and plain.requires_grad:
+                plain.retain_grad()
+        elif func is torch.Tensor.detach_ and plain is not None:
+            plain.detach_()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -205,7 +205,9 @@ class _GroupNorm:
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> SplittableOperation | None:
-    return _Linear(input, weight, bias) if is_deferrable(weight) and weight.dim() == 2 else None
+    if not is_deferrable(weight) or weight.dim() != 2:
+        return None
+    return _Linear(input, weight, bias)
 
 
 def _addmm(
@@ -215,7 +217,9 @@ def _addmm(
     if not is_plain or not is_deferrable(mat2):
         return None
     is_bias = input.dim() == 1 and input.shape[0] == mat2.shape[1]
-    return _Product(mat1, mat2, input) if is_bias else None
+    if not is_bias:
+        return None
+    return _Product(mat1, mat2, input)
 
 
 def _matmul(input: Any, other: Any, *, out: Any = None) -> SplittableOperation | None:
@@ -242,7 +246,11 @@ def _embedding(
 
 def _convolution(dimensions: int) -> Callable[..., SplittableOperation | None]:
     def each(value: Any) -> list[int]:
-        return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
+        if isinstance(value, int):
+            return [value] * dimensions
+        if len(value) == 1:
+            return list(value) * dimensions
+        return list(value)
 
     def convolution(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1

@@ -95,12 +95,11 @@ class WeightGradients:
         while self._later:
             weights, compute = self._later.pop()
             with torch.no_grad():
-                gradients = compute()
-                for weight, gradient in zip(weights, gradients, strict=True):
-                    left[id(weight)] -= 1
+                for weight, gradient in zip(weights, compute(), strict=True):
+                    key = id(weight)
+                    left[key] -= 1
                     if gradient is not None:
-                        former = sums.get(id(weight))
-                        sums[id(weight)] = gradient if former is None else former + gradient
+                        sums[key] = sums[key] + gradient if key in sums else gradient
             ready = [weight for weight in weights if not left[id(weight)] and id(weight) in sums]
             if ready:
                 found = tuple(sums.pop(id(weight)) for weight in ready)
@@ -166,13 +165,14 @@ def is_deferrable(weight: object) -> bool:
     This library's own hooks are allowed. Each pass calls them once when backward comes to the leaf, and once when
     the gradient is there.
     """
-    return (
-        isinstance(weight, torch.nn.Parameter)
-        and weight.is_leaf
-        and weight.requires_grad
-        and not weight._backward_hooks  # noqa: SLF001 - PyTorch has no public list of them
-        and all(map(_is_ours, (weight._post_accumulate_grad_hooks or {}).values()))  # noqa: SLF001 - likewise
-    )
+    if not isinstance(weight, torch.nn.Parameter):
+        return False
+    if not weight.is_leaf or not weight.requires_grad:
+        return False
+    if weight._backward_hooks:  # noqa: SLF001 - PyTorch has no public list of them
+        return False
+    hooks = weight._post_accumulate_grad_hooks or {}  # noqa: SLF001 - likewise
+    return all(map(_is_ours, hooks.values()))
 
 
 def _is_ours(hook: object) -> bool:
@@ -185,7 +185,9 @@ def _open() -> WeightGradients | None:
     A pass that keeps its own graph may not.
     """
     left = _here.left
-    return None if left is None or not left.is_open or torch.is_grad_enabled() else left
+    if left is None or not left.is_open or torch.is_grad_enabled():
+        return None
+    return left
 
 
 def _may_wait(weight: torch.Tensor | None) -> bool:
@@ -199,6 +201,20 @@ def _may_wait(weight: torch.Tensor | None) -> bool:
         return bool(will_run(get_gradient_edge(weight).node))
     except RuntimeError:  # PyTorch raises this if torch.autograd.grad asks for this leaf
         return False
+
+
+def _leave(
+    left: WeightGradients, operation: SplittableOperation, gradient: torch.Tensor, kept: Any, later: Sequence[int]
+) -> None:
+    """Leave the gradients of the weights at the positions ``later`` for later."""
+    wanted = [i in later for i in range(len(operation.tensors))]
+    tensors = [operation.tensors[i] for i in later]
+
+    def compute() -> Gradients:
+        found = operation.gradients(gradient, kept, wanted)
+        return [found[i] for i in later]
+
+    left.add([tensor for tensor in tensors if tensor is not None], compute)
 
 
 class SplitOperation(torch.autograd.Function):
@@ -223,19 +239,12 @@ class SplitOperation(torch.autograd.Function):
         """Return the gradients needed now, and leave the others to the thread's :class:`WeightGradients`."""
         operation: SplittableOperation = ctx.operation
         kept, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
-        left, later = _open(), []
+        left = _open()
         if left is not None:
             later = [i for i in operation.weights if wanted[i] and _may_wait(operation.tensors[i])]
-        if left is not None and later:
-            wanted_later = [i in later for i in range(len(wanted))]
-            weights = [weight for i in later if (weight := operation.tensors[i]) is not None]
-
-            def compute() -> Gradients:
-                found = operation.gradients(gradient, kept, wanted_later)
-                return [found[i] for i in later]
-
-            left.add(weights, compute)
-            wanted = [needed and i not in later for i, needed in enumerate(wanted)]
+            if later:
+                _leave(left, operation, gradient, kept, later)
+                wanted = [needed and i not in later for i, needed in enumerate(wanted)]
         if not any(wanted):
             return (None, *([None] * len(wanted)))
         return (None, *operation.gradients(gradient, kept, wanted))

@@ -137,8 +137,9 @@ class EmulatedEvent:
 
     def elapsed_time(self, end_event: EmulatedEvent) -> float:
         """Return the milliseconds from this event to another."""
-        if not (self._timed and end_event._timed and self._recorded and end_event._recorded):
-            raise ValueError("Both events must be created with enable_timing=True and recorded")
+        for event in (self, end_event):
+            if not event._timed or not event._recorded:
+                raise ValueError("Both events must be created with enable_timing=True and recorded")
         return (end_event._seconds - self._seconds) * 1000
 
     def __repr__(self) -> str:

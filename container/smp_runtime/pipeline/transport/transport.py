@@ -58,6 +58,10 @@ def _is_over(peer: Peer) -> bool:
     return peer.closed or peer.broken is not None
 
 
+def _has_work(peer: Peer) -> bool:
+    return bool(peer.backlog) or peer.nudged or _is_over(peer)
+
+
 class StageFailed(SMPRuntimeError):
     """The error of a stage that has reported a failure; ``words``: the result of its ``on_failed``."""
 
@@ -355,12 +359,13 @@ class PipelineTransport:
     def _drain(self, peer: Peer) -> None:
         while True:
             with peer.changed:
-                peer.changed.wait_for(lambda: bool(peer.backlog) or peer.nudged or _is_over(peer))
+                peer.changed.wait_for(lambda: _has_work(peer))
                 nudged, peer.nudged = peer.nudged, False
-                # What is in the backlog still leaves, also after the goodbye of this side.
+                # The backlog is still sent after this side's goodbye.
                 if not peer.backlog and _is_over(peer):
                     return
                 pieces = peer.backlog[0][0] if peer.backlog else []
+            # Without the lock: a write may block, and the thread that adds to the backlog must not wait for it.
             if nudged:
                 self._send_afterthought(peer)
             if pieces and not self._write_waiting(peer, pieces):

@@ -109,10 +109,13 @@ class StagingMemory:
     def _pin(self) -> None:
         if self._ranges is None:
             raise AssertionError("memory for a CPU is not pinned")
-        for window in range(len(self._is_pinned)):
-            if self._ends.is_set() or not self._ranges.add(self._bytes[window * WINDOW : (window + 1) * WINDOW]):
+        for number in range(len(self._is_pinned)):
+            if self._ends.is_set():
                 return
-            self._is_pinned[window] = True
+            window = self._bytes[number * WINDOW : (number + 1) * WINDOW]
+            if not self._ranges.add(window):
+                return
+            self._is_pinned[number] = True
 
     def _copy_by_chunks(self, windows: list[list[_Part]]) -> None:
         """Copy the parts of windows through pinned chunks."""
