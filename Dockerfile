@@ -29,7 +29,7 @@ RUN missing=() \
 RUN --mount=type=bind,source=build/wheels,target=/mnt/wheels \
     --mount=type=bind,source=docker/dependencies.sh,target=/mnt/dependencies.sh \
     /mnt/dependencies.sh /mnt/wheels sagemaker-training==5.1.4 \
-        "pydantic>=2.7" "rich>=13" "click>=8.1" numpy "mpi4py>=4" safetensors
+        "pydantic>=2.7" "rich>=13" "click>=8.1" numpy "mpi4py>=4" safetensors "xxhash>=3"
 
 RUN --mount=type=bind,source=build/project,target=/mnt/project \
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-deps --root-user-action ignore \

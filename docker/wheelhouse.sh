@@ -36,6 +36,6 @@ fi
 rm -rf build/wheels
 mkdir -p build/wheels
 "${pip[@]}" wheel --constraint constraints/cpu.txt --wheel-dir build/wheels \
-    "smp-estimator[runtime] @ file://$PWD" "$TOOLKIT"
+    "smp-estimator[runtime,checksums] @ file://$PWD" "$TOOLKIT"
 rm -f build/wheels/smp_estimator-*.whl
 touch "build/wheels/.$stamp"

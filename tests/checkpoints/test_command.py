@@ -292,8 +292,7 @@ def test_a_file_of_another_checkpoint_with_a_matching_checksum(saved):
         data["files"]["model_0.pt"] = {
             **data["files"]["model_0.pt"],
             "bytes": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-            "of_headers": False,
+            "checksum": f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}",
         }
 
     _edit(folder / "two_partial", change)

@@ -16,6 +16,7 @@ from smp_runtime.checkpoint.files.manifest import (
     checkpoints_in,
     missing_files,
     newest_name,
+    not_comparable,
     verify,
 )
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, ReplacedError
@@ -288,11 +289,18 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
         return said
     here = sorted({name for host, names, _, _ in views if host == host_name() for name in names or ()})
     mine = _share(manifest, here, session.ranks.local_rank, session.ranks.local_size)
-    try:
-        problems = verify(opened, manifest, mine)
-    except Exception as error:  # report any error, because the other ranks wait for the outcome
-        problems = [f"it cannot be read ({type(error).__name__}: {error})"]
+    problems = _compared(opened, manifest, mine, session.ranks.rank)
     return _merged(session.ranks.control.allgather(problems, everyone))
+
+
+def _compared(files: CheckpointFiles, manifest: Manifest, names: Sequence[str], rank: int) -> list[str]:
+    """Compare files with their checksums and return descriptions of the problems; never raise, since other ranks wait."""
+    if (unread := not_comparable(manifest, names)) is not None:
+        logger.warning("[rank %d] %s: %s", rank, files.folder, unread)
+    try:
+        return verify(files, manifest, names)
+    except Exception as error:
+        return [f"it cannot be read ({type(error).__name__}: {error})"]
 
 
 def _share(manifest: Manifest, files: Sequence[str], index: int, count: int) -> list[str]:

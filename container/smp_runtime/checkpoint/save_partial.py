@@ -399,8 +399,8 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
     for report in reports:
         for name, record in report.files.items():
             former = manifest.files.setdefault(name, record)
-            if record.sha256 not in (former.sha256, *former.copies):
-                manifest.files[name] = replace(former, copies=(*former.copies, record.sha256))
+            if record.checksum not in former.checksums:
+                manifest.files[name] = replace(former, copies=(*former.copies, record.checksum))
         for file, pieces in report.pieces.items():
             manifest.pieces.setdefault(file, pieces)
         manifest.parameters.update(report.parameters)

@@ -200,8 +200,7 @@ def _as_json(found: FoundCheckpoint, *, tensors: bool) -> dict[str, Any]:
         "translations": manifest.translations,
         "optimizer": None if optimizer is None else {"type": optimizer.type, "states": optimizer.states},
         "files": {
-            name: {"bytes": record.bytes, "sha256": record.sha256, "of_headers": record.of_headers}
-            for name, record in manifest.files.items()
+            name: {"bytes": record.bytes, "checksum": record.checksum} for name, record in manifest.files.items()
         },
     }
     if tensors:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import os
 import pickle
 import random
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,25 @@ class Damage:
 
     what: str
     is_forged: bool = False
+
+
+def in_older_form(data: Mapping[str, Any], folder: Path, version: int) -> dict[str, Any]:
+    """Return a manifest as releases up to 1.16 wrote it, with a checksum of itself that fits.
+
+    Args:
+        version: its format: 3 keeps the crc32 of archives; 1 and 2 have the SHA-256 of whole files.
+    """
+    files = {}
+    for name, record in data["files"].items():
+        kind, _, value = record["checksum"].partition(":")
+        of_headers = version == 3 and kind == "crc32"
+        if not of_headers:
+            value = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        files[name] = {"bytes": record["bytes"], "sha256": value, "copies": []}
+        if version == 3:
+            files[name]["of_headers"] = of_headers
+    older = {**data, "format": version, "files": files}
+    return {**older, DIGEST: digest_of(older)}
 
 
 def damage(folder: Path, outside: Path, seed: int) -> Damage:
@@ -192,6 +213,10 @@ def _manifest_forged(folder: Path, outside: Path, chance: random.Random) -> Dama
     else:
         holder[key] = value
     if chance.random() < 0.3:
+        with contextlib.suppress(
+            KeyError, TypeError, AttributeError, OSError, ValueError
+        ):  # a forged one need not have the form
+            data = in_older_form(data, folder, 1)
         data.pop(DIGEST, None)
         data["format"] = 1
     else:
@@ -223,14 +248,11 @@ def _files_swapped(folder: Path, outside: Path, chance: random.Random) -> Damage
 
 def _file_forged(folder: Path, outside: Path, chance: random.Random) -> Damage:
     """Another content of a file, with checksums that fit."""
-    import hashlib
-
     name = chance.choice(sorted(p.name for p in folder.iterdir() if p.name != "manifest.json"))
     what = chance.choice([_other_content, _bytes_changed, _cut])(folder / name, outside, chance)
     data = json.loads((folder / "manifest.json").read_text())
     content = (folder / name).read_bytes()
-    fits = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "of_headers": False}
-    data["files"][name] |= fits
+    data["files"][name] |= {"bytes": len(content), "checksum": f"sha256:{hashlib.sha256(content).hexdigest()}"}
     data[DIGEST] = digest_of(data)
     (folder / "manifest.json").write_text(json.dumps(data))
     return Damage(f"{name} forged: {what}", is_forged=True)

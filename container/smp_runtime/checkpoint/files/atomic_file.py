@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import pickle
 import re
 import socket
 import struct
+import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import torch
 
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
+from smp_runtime.checkpoint.files.checksums import CHUNK, CRC32, SHA256, XXH3, Digest, has_xxh3, new_digest
 from smp_runtime.checkpoint.files.disk_space import bytes_of, naming_full_disk
 from smp_runtime.checkpoint.files.manifest import FileRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, open_regular, refuse_other_kinds
@@ -112,25 +113,54 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
     Raises:
         CheckpointError: the disk is full.
     """
-    of_headers = not isinstance(content, bytes) and _saves_crc32()
+    kind = _fastest_hash(of_archive=not isinstance(content, bytes))
     with naming_full_disk(path, bytes_of(content)), open(path, "w+b") as file:
-        stream = _WrittenFile(file, None if of_headers else hashlib.sha256())
+        stream = _WrittenFile(file, None if kind == CRC32 else new_digest(kind))
         if isinstance(content, bytes):
             stream.write(content)
         else:
-            _save_to(stream, content)
+            with _without_crc32(stream) if kind == XXH3 else contextlib.nullcontext():
+                _save_to(stream, content)
         file.flush()
         checksum = (
             checksum_of_archive(file, reads_contents=False) if stream.digest is None else stream.digest.hexdigest()
         )
         os.fsync(file.fileno())
-    return FileRecord(stream.length, checksum, of_headers=of_headers)
+    return FileRecord(stream.length, f"{kind}:{checksum}")
+
+
+def _fastest_hash(*, of_archive: bool) -> str:
+    """Return the hash for a file that is written: XXH3, or without its library the one that costs least."""
+    if has_xxh3():
+        return XXH3
+    return CRC32 if of_archive and _saves_crc32() else SHA256
 
 
 def _saves_crc32() -> bool:
     """Return whether ``torch.save`` computes checksums; a script may have turned them off."""
     asked = getattr(torch.serialization, "get_crc32_options", None)  # before PyTorch 2.6 it always does
     return asked is None or bool(asked())
+
+
+#: Guards the setting of ``torch.save`` while it is changed: of two threads, none may restore what the other has set.
+_crc32_setting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_crc32(stream: _WrittenFile) -> Iterator[None]:
+    """Let a ``torch.save`` to a stream compute no crc32, which takes longer than XXH3 and the archive does not need.
+
+    The setting is the process's, so it is restored at the first bytes: the archive's writer has read it by then.
+    """
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        yield
+        return
+    with contextlib.ExitStack() as changed:
+        changed.enter_context(_crc32_setting)
+        changed.callback(torch.serialization.set_crc32_options, torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+        stream.at_first_write = changed.close
+        yield
 
 
 def _save_to(stream: _WrittenFile, content: Any, **options: Any) -> None:
@@ -155,25 +185,35 @@ class _WrittenFile:
     Attributes:
         length: bytes written.
         failure: why the file could not be written, if it could not.
+        at_first_write: called once, before the first bytes are written.
     """
 
-    def __init__(self, file: Any, digest: Any = None) -> None:
+    def __init__(self, file: Any, digest: Digest | None = None) -> None:
         self._file = file
         self.digest = digest
         self.length = 0
         self.failure: OSError | None = None
+        self.at_first_write: Callable[[], None] | None = None
 
     def write(self, data: Any) -> int:
+        if self.at_first_write is not None:
+            self.at_first_write()
+            self.at_first_write = None
+        content = memoryview(data).cast("B")
+        for start in range(0, content.nbytes, CHUNK):
+            self._write(content[start : start + CHUNK])
+        self.length += content.nbytes
+        return content.nbytes
+
+    def _write(self, chunk: memoryview) -> None:
+        """Hash and write a chunk: it stays in the processor's cache between the two."""
         if self.digest is not None:
-            self.digest.update(data)
+            self.digest.update(chunk)
         try:
-            self._file.write(data)
+            self._file.write(chunk)
         except OSError as error:
             self.failure = error
             raise
-        written = memoryview(data).nbytes
-        self.length += written
-        return written
 
     def flush(self) -> None:
         self._file.flush()

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smp_config.version import __version__
+from smp_runtime.checkpoint.files.checksums import kind_of
 from smp_runtime.checkpoint.files.opened_files import MANIFEST as MANIFEST
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, is_plain_name, read_text
 from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
@@ -23,9 +25,10 @@ from smp_runtime.checkpoint.files.records import TensorRecord as TensorRecord
 from smp_runtime.errors import CheckpointError
 
 #: Version of the layout; a reader refuses a newer one. Manifests of 1 may lack the checksum of themselves, later ones may not;
-#: those before 3 have checksums of whole files only.
-FORMAT = 3
-_READ = (1, 2, FORMAT)
+#: those before 3 have checksums of whole files only; those before 4 do not name the hash of a checksum.
+FORMAT = 4
+_READ = (1, 2, 3, FORMAT)
+_BEFORE_NAMED_HASHES = 3
 _WITHOUT_DIGEST = 1
 
 NEWEST = "newest"
@@ -119,13 +122,20 @@ class Manifest:
             raise ValueError("it is no manifest")
         version = data.get("format")
         if isinstance(version, bool) or version not in _READ:
-            raise ValueError(f"it has format {str(version)[:20]}, and this version reads format {FORMAT}")
+            raise ValueError(
+                f"it has format {str(version)[:20]}, of version {str(data.get('library'))[:20]} of this library, and this version, "
+                f"{__version__}, reads formats 1 to {FORMAT}"
+            )
+        older = version <= _BEFORE_NAMED_HASHES
         if (version != _WITHOUT_DIGEST or DIGEST in data) and data.get(DIGEST) != digest_of(data):
             raise ValueError("its content was changed after it was saved (its checksum differs)")
         try:
             manifest = cls(
                 **{key: data[key] for key in ("tag", "saved", "library", "topology", "precision", "translations")},
-                files={name: FileRecord(**_tupled(record)) for name, record in data["files"].items()},
+                files={
+                    name: FileRecord.from_older(record) if older else FileRecord(**_tupled(record))
+                    for name, record in data["files"].items()
+                },
                 parameters={name: TensorRecord(**_tupled(record)) for name, record in data["parameters"].items()},
                 buffers={name: TensorRecord(**_tupled(record)) for name, record in data["buffers"].items()},
                 optimizer=None if data["optimizer"] is None else OptimizerRecord(**data["optimizer"]),
@@ -244,7 +254,7 @@ def missing_files(
             # Copies of other hosts may be of another length.
             if found != record.bytes and not record.copies:
                 problems.append(f"{name} has {found:,} bytes, but {record.bytes:,} were saved")
-            elif read and opened.checksum(name, of_headers=record.of_headers) not in (record.sha256, *record.copies):
+            elif read and record.can_be_compared and not _has_content(opened, name, record):
                 problems.append(f"{name} has other content than was saved (its checksum differs)")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
@@ -255,6 +265,36 @@ def missing_files(
         except ValueError as error:
             problems.append(f"{name} has other content than was saved ({error})")
     return problems
+
+
+def _has_content(opened: CheckpointFiles, name: str, record: FileRecord) -> bool:
+    """Return whether a file has the checksum that was saved, or that of a copy on another host; raise as its ``checksum``."""
+    failure: ValueError | None = None
+    for kind in dict.fromkeys(map(kind_of, record.checksums)):  # hosts may have used different hashes
+        try:
+            if opened.checksum(name, kind) in record.checksums:
+                return True
+        except ValueError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return False
+
+
+def not_comparable(manifest: Manifest, files: Iterable[str] | None = None) -> str | None:
+    """Return why checksums of files cannot be compared in this process; None if all can.
+
+    Args:
+        files: names to check; default: all.
+    """
+    names = [name for name in (manifest.files if files is None else files) if not manifest.files[name].can_be_compared]
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} cannot be compared with their checksums, which are XXH3-128: only their lengths were compared; install "
+        "xxhash here (pip install xxhash)"
+    )
 
 
 def may_be_empty(manifest: Manifest, name: str) -> bool:

@@ -6,7 +6,6 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import stat
 import weakref
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from smp_config.formats.values import why_no_path
-from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
+from smp_runtime.checkpoint.files.checksums import checksum_of
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 #: The list of a folder's files; written last.
@@ -23,7 +22,6 @@ MANIFEST = "manifest.json"
 #: Bytes of a text that is read into memory at once: far more than the manifest of a job with ten thousand ranks has.
 MOST_TEXT = 2**30
 
-_CHUNK = 1 << 20
 #: Linux's links from open descriptors to the current paths of their files, even after a rename.
 _DESCRIPTORS = Path("/proc/self/fd")
 _KINDS = {
@@ -200,24 +198,18 @@ class CheckpointFiles:
         with self.opened(name) as file:
             return os.fstat(file.fileno()).st_size
 
-    def checksum(self, name: str, *, of_headers: bool = False) -> str:
-        """Read all of a file and return its hexadecimal SHA-256.
+    def checksum(self, name: str, kind: str) -> str:
+        """Read all of a file and return its checksum.
 
         Args:
-            of_headers: leave out the contents of an archive's records, and compare them with their own checksums
-                instead.
+            kind: the hash, as in :mod:`.checksums`.
 
         Raises:
             OSError, CheckpointError: as :meth:`opened`.
-            ValueError: it is no archive, or a record's content has changed since it was saved.
+            ValueError: it should be an archive and is none, or a record's content has changed since it was saved.
         """
-        digest = hashlib.sha256()
         with self.opened(name) as file:
-            if of_headers:
-                return checksum_of_archive(file, reads_contents=True)
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return checksum_of(file, kind)
 
     def text(self, name: str) -> str:
         """Return the whole text of a small file; raise as :func:`read_text`."""

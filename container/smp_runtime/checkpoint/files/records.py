@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from smp_runtime.checkpoint.files.checksums import CRC32, SHA256, can_compare, is_checksum
+
 #: Key of the checksum of the rest of the manifest.
 DIGEST = "digest"
 #: Elements that a tensor may have: more could not be counted in bytes.
 _MOST_ELEMENTS = 2**58
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TYPE = re.compile(r"bool|(?:float|bfloat|int|uint|complex)\d+(?:_\w+)?")
 
 
@@ -36,24 +37,37 @@ class FileRecord:
 
     Attributes:
         bytes: its length.
-        sha256: hexadecimal checksum.
-        of_headers: whether the checksum leaves out the contents of an archive's records. The archive has its own
-            checksums for these (see :mod:`.archive_checksums`).
+        checksum: the name of a hash and its hexadecimal value (see :mod:`.checksums`).
         copies: checksums of the copies that other hosts have written into folders of their own, if they differ.
     """
 
     bytes: int
-    sha256: str
+    checksum: str
     copies: tuple[str, ...] = ()
-    of_headers: bool = False
+
+    @classmethod
+    def from_older(cls, record: Mapping[str, Any]) -> FileRecord:
+        """Return the record of a manifest of format 3 or older."""
+        kind = CRC32 if record.get("of_headers", False) is True else SHA256
+        copies = tuple(f"{kind}:{found}" for found in record.get("copies", ()))
+        return cls(record["bytes"], f"{kind}:{record['sha256']}", copies)
+
+    @property
+    def checksums(self) -> tuple[str, ...]:
+        """Return the checksums that the file may have."""
+        return (self.checksum, *self.copies)
+
+    @property
+    def can_be_compared(self) -> bool:
+        """Return whether this process has the hashes of all checksums."""
+        return all(map(can_compare, self.checksums))
 
     def check(self, where: str) -> None:
         """Make sure that it can be; raises ValueError, as all checks here."""
         check_count(self.bytes, f"{where}.bytes")
         check(isinstance(self.copies, tuple), f"{where}.copies", self.copies)
-        check(isinstance(self.of_headers, bool), f"{where}.of_headers", self.of_headers)
-        for found in (self.sha256, *self.copies):
-            check(isinstance(found, str) and _SHA256.fullmatch(found) is not None, f"{where}.sha256", found)
+        for found in self.checksums:
+            check(is_checksum(found), f"{where}.checksum", found)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from smp_runtime.checkpoint.files.manifest import (
     Manifest,
     Piece,
     TensorRecord,
+    not_comparable,
     verify,
 )
 from smp_runtime.checkpoint.files.reader import CheckpointReader
@@ -29,6 +30,8 @@ def problems_of(found: FoundCheckpoint) -> list[str]:
     reader = CheckpointReader(found.folder, found.manifest, found.identity)
     try:
         problems = verify(reader.files, found.manifest)
+        if (unread := not_comparable(found.manifest)) is not None:
+            problems.append(unread)
         problems += find_uncovered(found.manifest)
         if not problems:  # files that are damaged cannot be opened, and have been named
             problems += _unreadable(reader)
