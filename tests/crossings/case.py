@@ -74,7 +74,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "each", "some", "inner", "offload"),
     "compiled": (False, True),
     "delayed": (False, True),
-    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lamb", "novograd"),
+    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lamb", "novograd", "muon"),
     "clipping": ("none", "master", "torch", "total"),
     "passes": (1, 2),
     "counted_passes": (False, True),
@@ -126,8 +126,8 @@ _ROUNDABLE = ("sgd", "momentum")
 #: Models whose forward pass changes buffers, or parameters that nothing trains.
 _CHANGING = ("images", "averaging", "follower", "normed")
 
-#: Those that take norms of whole tensors.
-_OF_TENSORS = ("lamb", "novograd")
+#: Those that take norms of whole tensors, or whole matrices.
+_OF_TENSORS = ("lamb", "novograd", "muon")
 STEPS = 5
 
 

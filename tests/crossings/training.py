@@ -65,6 +65,17 @@ def grouped(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [p for p in parameters if id(p) not in chosen]}, {"params": slow, "lr": 2e-3}]
 
 
+def by_hand(parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Groups of Muon: matrices, here by their dimensions, and the rest; groups are divided in two."""
+    groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters}]
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        for use in (True, False):
+            chosen = [p for p in group["params"] if (p.dim() in (2, 3)) is use]
+            found += [{**group, "params": chosen, "use_muon": use}] if chosen else []
+    return found
+
+
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of a case; with an ``eps`` at which gradients near zero are no signs."""
     import smdistributed.modelparallel.torch as smp
@@ -78,6 +89,9 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3),
         "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=1e-2),
         "novograd": lambda p: smp.optimizers.FusedNovoGrad(p, lr=1e-2),
+        "muon": lambda p: smp.optimizers.Muon(
+            p if isinstance(p, nn.Module) else by_hand(p), lr=1e-2, adamw_lr=3e-3, adamw_eps=1e-3
+        ),
     }[name](parameters)
     assert isinstance(made, torch.optim.Optimizer)
     return made
@@ -202,12 +216,16 @@ class Training:
         if self.case.later_group:
             later = set(map(id, self.last_block()))
             parameters = [p for p in parameters if id(p) not in later]
+        elif self.case.optimizer == "muon" and not self.case.grouped:
+            return make_optimizer("muon", self.model)
         return make_optimizer(self.case.optimizer, grouped(parameters) if self.case.grouped else parameters)
 
     def add_group(self) -> None:
         """The last block's parameters train from now on."""
         self.lacks_group = False
-        self.optimizer.add_param_group({"params": self.last_block(), "lr": 2e-3})
+        group: dict[str, Any] = {"params": self.last_block(), "lr": 2e-3}
+        for each in by_hand([group]) if self.case.optimizer == "muon" else [group]:
+            self.optimizer.add_param_group(each)
 
     def freeze(self, step: int) -> None:
         """The first block trains no more, or again."""

@@ -18,13 +18,14 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.fused import TakesNorms
-from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
 from smp_runtime.optim.kinds.early_state import complete_state, is_without_values
-from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts, make_dense
+from smp_runtime.optim.kinds.inner_step import step_inner, whole_matrices
+from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
+from smp_runtime.optim.matrices.exchange import TakesMatrices, WholeMatrices
 from smp_runtime.optim.other_gradients import OtherGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import store_all
@@ -99,6 +100,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._masters = MasterGradients(self._ranks, self._optimizer_shards)
         self._writes = MasterWrites(self.update_master_grads)
         self._norms = self._norms_for(None)
+        self._matrices: WholeMatrices | None = None
         #: Whether its constructor makes state, which some then need from their first step on.
         self._has_early_state = bool(optimizer.state)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
@@ -150,18 +152,17 @@ class DistributedOptimizer(SavedOptimizer):
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
-        if isinstance(self.optimizer, TakesNorms) and self._ranks.size(Group.TP) > 1 and mine & all_stages:
-            self.optimizer.use_norms(self._norms)
         if mine & all_stages:
+            found = whole_matrices(self.original_groups, model, self._session)
+            self._give_whole(found, norms=self._ranks.size(Group.TP) > 1)
             check_parts(self.optimizer, model, mine, self._ranks)
         if not mine & (all_stages if is_staged else (model.optimizer_shards or {}).keys()):
             return
         if self._model is not None:
-            raise SMPUserError(
-                "one optimizer has parameters of two wrapped models that train in half precision or with sharded state; give "
-                "each model an optimizer of its own",
-                code="SMP304",
+            what = (
+                "one optimizer has parameters of two wrapped models that train in half precision or with sharded state"
             )
+            raise SMPUserError(f"{what}; give each model an optimizer of its own", code="SMP304")
         others = [o for o in self._session.optimizers if o is not self and o.updates(model)]
         if others and (model.precision.is_half or model.sharded_state is not None):
             raise SMPUserError(
@@ -172,11 +173,18 @@ class DistributedOptimizer(SavedOptimizer):
         if model.sharded_state is not None:
             check_kind(self.optimizer, "shard_optimizer_state" if model.shards is None else "sharding", self._ranks)
         self._norms = self._norms_for(model)
-        if isinstance(self.optimizer, TakesNorms) and (is_staged or model.sharded_state is not None):
-            self.optimizer.use_norms(self._norms)
+        self._give_whole(self._matrices, norms=is_staged or model.sharded_state is not None)
         self._model = model
         for group in self.optimizer.param_groups:
             self._replace(group)
+
+    def _give_whole(self, matrices: WholeMatrices | None, *, norms: bool) -> None:
+        """Give the inner optimizer what it takes of whole tensors; norms only if ``norms``."""
+        self._matrices = matrices
+        if norms and isinstance(self.optimizer, TakesNorms):
+            self.optimizer.use_norms(self._norms)
+        if isinstance(self.optimizer, TakesMatrices):
+            self.optimizer.use_matrices(matrices)
 
     def release(self) -> None:
         """Release parameters and state, for a model that is laid out anew; :meth:`take_over` comes next.
@@ -189,8 +197,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._masters = MasterGradients(self._ranks, self._optimizer_shards)
         self._writes = MasterWrites(self.update_master_grads)
         self._norms = self._norms_for(None)
-        if isinstance(self.optimizer, TakesNorms):
-            self.optimizer.use_norms(self._norms)
+        self._give_whole(None, norms=True)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []
@@ -275,13 +282,7 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is None:
             self._reduce_accumulated()
             self._tell_before()
-            result: Any
-            if closure is not None:  # gradients come inside
-                result = self.optimizer.step(self._reducing_after(closure))
-            else:
-                make_dense(self.optimizer)
-                with fused_where_open(self.optimizer):
-                    result = self.optimizer.step()
+            result = step_inner(self.optimizer, self._matrices, closure and self._reducing_after(closure))
             self._session.progress.optimizer_stepped()
             return result
         result = None
@@ -295,9 +296,8 @@ class DistributedOptimizer(SavedOptimizer):
         if not self.overflow:
             if self._model.sharded_state is not None:
                 self._model.sharded_state.settle()
-            with self._writes.ignored(), fused_where_open(self.optimizer):
-                make_dense(self.optimizer)
-                self.optimizer.step()
+            with self._writes.ignored():
+                step_inner(self.optimizer, self._matrices)
             self._store()
         self.loss_scaler.update(self.overflow)
         self._drop_gradients()

@@ -6,7 +6,7 @@ parameters or of the model, ``use_norms`` gives them the norms over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,7 +44,7 @@ class TakesNorms(Protocol):
         """Use ``norms`` from now on, since parameters may be parts and other ranks have the rest."""
 
 
-class _ApexOptimizer(torch.optim.Optimizer):
+class ApexOptimizer(torch.optim.Optimizer):
     """The common part of these optimizers; ``settings`` are those of a group, by name.
 
     Attributes:
@@ -77,7 +77,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
         return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
 
 
-class NormedOptimizer(_ApexOptimizer):
+class NormedOptimizer(ApexOptimizer):
     """Knows the norms of whole parameters, whatever part of them is here."""
 
     _norms: Norms | None = None
@@ -103,7 +103,7 @@ class NormedOptimizer(_ApexOptimizer):
         return known
 
 
-class FusedAdam(_ApexOptimizer):
+class FusedAdam(ApexOptimizer):
     """Adam, with decoupled weight decay by default (``adam_w_mode``).
 
     Args:
@@ -155,36 +155,51 @@ class FusedAdam(_ApexOptimizer):
     def _update(self) -> None:
         update = adamw if self.adam_w_mode else adam
         for group in self.param_groups:
-            trained = self._trained(group)
-            if not trained:
-                continue
-            for parameter, _ in trained:
-                state = self.state[parameter]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-            states = [self.state[parameter] for parameter, _ in trained]
-            parameters, gradients = (list(each) for each in zip(*trained, strict=True))
-            averages, squared = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-            # PyTorch's function counts them up itself. After so many steps there is nothing to correct.
-            before = [float(state["step"] if group["bias_correction"] else _MANY) for state in states]
-            is_fused = are_fusible([*parameters, *gradients, *averages, *squared])
-            # Only the fused form reads them on the parameters' device.
-            on_host = list(torch.tensor(before, dtype=torch.float32, device="cpu").unbind())
-            update(
-                *(parameters, gradients, averages, squared, []),
-                counters_beside(parameters, before) if is_fused else on_host,
-                fused=True if is_fused else None,
-                has_complex=any(parameter.is_complex() for parameter in parameters),
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for state in states:
-                state["step"] += 1
+            update_by_adam(self, group, self._trained(group), update)
+
+
+def update_by_adam(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    trained: Pairs,
+    update: Callable[..., None] = adamw,
+    eps: str = "eps",
+) -> None:
+    """Update parameters by PyTorch's Adam or AdamW, with the settings of their group and counters that are plain numbers.
+
+    Args:
+        trained: parameters with their gradients.
+        eps: name of that setting.
+    """
+    if not trained:
+        return
+    for parameter, _ in trained:
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+    states = [optimizer.state[parameter] for parameter, _ in trained]
+    parameters, gradients = (list(each) for each in zip(*trained, strict=True))
+    averages, squared = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    # PyTorch's function counts them up itself. After so many steps there is nothing to correct.
+    before = [float(state["step"] if group.get("bias_correction", True) else _MANY) for state in states]
+    is_fused = are_fusible([*parameters, *gradients, *averages, *squared])
+    # Only the fused form reads them on the parameters' device.
+    on_host = list(torch.tensor(before, dtype=torch.float32, device="cpu").unbind())
+    update(
+        *(parameters, gradients, averages, squared, []),
+        counters_beside(parameters, before) if is_fused else on_host,
+        fused=True if is_fused else None,
+        has_complex=any(parameter.is_complex() for parameter in parameters),
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group[eps],
+        maximize=False,
+    )
+    for state in states:
+        state["step"] += 1
 
 
 class FusedLAMB(NormedOptimizer):

@@ -12,6 +12,7 @@ from smp_config import Group
 from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused import TakesNorms
+from smp_runtime.optim.matrices.exchange import takes_matrices
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def check_kind(optimizer: torch.optim.Optimizer, why: str, ranks: Ranks) -> None
         SMPUserError: it is known to train otherwise on parts.
     """
     kind = type(optimizer)
-    if isinstance(optimizer, TakesNorms):
+    if isinstance(optimizer, TakesNorms) or takes_matrices(optimizer):
         return
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise SMPUserError(
@@ -76,7 +77,7 @@ def check_parts(
         SMPUserError: every rank would take another step.
     """
     kind, stages, degree = type(optimizer), ranks.size(Group.PP), ranks.size(Group.TP)
-    if isinstance(optimizer, TakesNorms):
+    if isinstance(optimizer, TakesNorms) or takes_matrices(optimizer):
         return
     instead = "use an element-wise optimizer such as AdamW"
     if stages > 1 and _is_named(kind, _NEED_ALL_PARAMETERS):

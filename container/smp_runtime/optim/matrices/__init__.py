@@ -1,0 +1,1 @@
+"""Optimizers that update whole matrices, of which ranks have parts."""

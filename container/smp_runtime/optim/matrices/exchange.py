@@ -1,0 +1,320 @@
+"""Whole matrices put together from the parts of several ranks, and their updates handed back, a few at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from smp_config import Group
+from smp_runtime.comm.flag_all_reduce import FlagAllReduce
+from smp_runtime.optim.matrices.ownership import MatrixHolding, SharedMatrix, in_rounds, share_out
+from smp_runtime.optim.matrices.regions import Region, regions_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.trained import TrainedModel
+    from smp_runtime.optim.whole_state import Records
+
+#: A parameter group.
+Settings = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Matrices:
+    """A parameter with one or more matrices, and what this rank updates of it.
+
+    Attributes:
+        name: the same on all ranks.
+        settings: the parameter's group.
+        updated: the tensor that this rank's optimizer updates; None if it has no elements.
+        shape: of the whole parameter.
+        regions: the elements of each matrix in ``updated``.
+        is_split: whether tensor parallelism cuts it.
+    """
+
+    name: str
+    settings: Settings
+    updated: nn.Parameter | None
+    shape: tuple[int, ...]
+    regions: Sequence[Region]
+    is_split: bool = False
+
+    def part_of(self, tensor: torch.Tensor, region: Region) -> torch.Tensor:
+        """Return a region's elements of a tensor shaped like ``updated``, as a view: a matrix if it is whole."""
+        if region.is_whole and tensor.dim() == len(self.shape):
+            if tensor.dim() == 2:
+                return tensor
+            return tensor[region.offset // (region.shape[0] * region.shape[1])]
+        part = tensor.view(-1)[region.offset : region.offset + region.elements]
+        return part.view(region.shape) if region.is_whole else part
+
+
+class MatrixUpdate(Protocol):
+    """What an optimizer does with matrices, in three parts."""
+
+    def wire_dtype(self, matrices: Matrices) -> torch.dtype:
+        """Return the type in which whole matrices are computed with, and sent."""
+        ...
+
+    def direction(self, matrices: Matrices, region: Region) -> torch.Tensor:
+        """Return the direction of a region's elements, after the gradient has entered their momentum."""
+        ...
+
+    def transform(self, matrices: Matrices, whole: torch.Tensor) -> torch.Tensor:
+        """Return the update of a whole matrix from its direction."""
+        ...
+
+    def apply(self, matrices: Matrices, region: Region, update: torch.Tensor) -> None:
+        """Move a region's elements by their part of the update."""
+        ...
+
+
+def update_here(update: MatrixUpdate, matrices: Matrices) -> None:
+    """MatrixUpdate the matrices that this rank has whole."""
+    for region in matrices.regions:
+        if region.is_whole:
+            direction = update.direction(matrices, region)
+            update.apply(matrices, region, update.transform(matrices, direction))
+
+
+@runtime_checkable
+class TakesMatrices(Protocol):
+    """An optimizer that is right about parts of matrices once it can have the whole ones."""
+
+    def use_matrices(self, matrices: WholeMatrices | None) -> None:
+        """Use ``matrices`` from now on, since parameters may be parts and other ranks have the rest."""
+
+
+def is_pytorch_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is PyTorch's Muon, and not a subclass with an update of its own."""
+    kind = getattr(torch.optim, "Muon", None)  # since PyTorch 2.9
+    return kind is not None and isinstance(optimizer, kind) and type(optimizer).step is kind.step
+
+
+def takes_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer updates whole matrices, and gets them where ranks have parts."""
+    return isinstance(optimizer, TakesMatrices) or is_pytorch_muon(optimizer)
+
+
+class WholeMatrices:
+    """The matrices of an optimizer whose ranks have parts of them.
+
+    Ranks of a tensor parallel group have parts of what it cuts, and ranks that share optimizer state have runs of elements.
+    All ranks of a stage call :meth:`update` together. For each matrix one of the ranks with most of its elements gets the
+    directions of the others, in the type that it computes with, and sends their parts of the update back: twice the elements
+    that it lacks, the fewest that any one rank could do with.
+
+    Args:
+        model: the model with the optimizer shards to update; None if the parameters themselves are updated.
+        records: names and places of the model's parameters.
+        groups: the optimizer's parameters as the script has given them, by group.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: TrainedModel | None,
+        records: Callable[[], Records],
+        groups: Callable[[], list[list[nn.Parameter]]],
+    ) -> None:
+        self._ranks = ranks
+        self._model = model
+        self._records = records
+        self._groups = groups
+        #: The matrices of several ranks, and what of each rank has of them, for the parameters that they were planned for.
+        self._planned: tuple[tuple[Any, ...], list[list[SharedMatrix]]] | None = None
+
+    def of(self, groups: Sequence[Settings], is_taken: Callable[[Settings], bool]) -> list[Matrices]:
+        """Return the parameters of groups that are updated as matrices, the same on all ranks; of some a rank has no elements.
+
+        Args:
+            groups: the optimizer's.
+            is_taken: whether a group has matrices.
+        """
+        shards = (self._model.optimizer_shards or {}) if self._model is not None else {}
+        records = self._records()
+        found: list[Matrices] = []
+        for settings, originals in zip(groups, self._groups(), strict=True):
+            for parameter in originals if is_taken(settings) else ():
+                record, shard = records.get(parameter), shards.get(parameter)
+                if record is None:
+                    found.append(_unknown(settings, parameter, len(found)))
+                    continue
+                place = record.placement
+                is_split = place.tensor_axis is not None
+                if parameter in shards and shard is None:  # another rank's
+                    found.append(Matrices(record.name, settings, None, record.shape, (), is_split))
+                    continue
+                start, stop = (0, math.prod(record.shape)) if shard is None else (shard.start, shard.stop)
+                regions = regions_of(record.shape, place.tensor_axis, place.tensor_slice, start, stop)
+                updated = parameter if shard is None else shard.optimized
+                found.append(Matrices(record.name, settings, updated, record.shape, regions, is_split))
+        return found
+
+    @torch.no_grad()
+    def update(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> None:
+        """MatrixUpdate matrices, those that this rank has whole and those that it has parts of.
+
+        Args:
+            matrices: all that :meth:`of` has returned, whether they have a gradient or not.
+        """
+        by_name = {each.name: each for each in matrices}
+        rounds = self._rounds(update, matrices)
+        used = self._used(rounds, by_name)
+        for each in matrices:
+            if each.updated is not None and each.updated.grad is not None:
+                update_here(update, each)
+        for shared in rounds:
+            self._round(update, [each for each in shared if each.key[0] in used], by_name)
+
+    def _rounds(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> list[list[SharedMatrix]]:
+        """Return the matrices of several ranks, by round; a first call, and one after a change, talks to the other ranks."""
+        known = tuple((each.name, tuple(each.regions)) for each in matrices)
+        if self._planned is not None and self._planned[0] == known:
+            return self._planned[1]
+        ranks = self._ranks
+        state = self._model.sharded_state if self._model is not None else None
+        mine = MatrixHolding(
+            sharers=(ranks.rank,) if state is None else tuple(ranks.members(state.sharing)),
+            tensor=tuple(ranks.members(Group.TP)),
+            regions={each.name: tuple(each.regions) for each in matrices if each.regions},
+            split=frozenset(each.name for each in matrices if each.is_split),
+            widths={each.name: update.wire_dtype(each).itemsize for each in matrices if each.regions},
+        )
+        members = ranks.members(Group.DP)
+        everyone = ranks.control.allgather(mine, members) if len(members) > 1 else [mine]
+        rounds = in_rounds(share_out(dict(zip(members, everyone, strict=True))))
+        self._planned = known, rounds
+        return rounds
+
+    def _used(self, rounds: Sequence[Sequence[SharedMatrix]], by_name: Mapping[str, Matrices]) -> set[str]:
+        """Return the parameters among those of several ranks of which any rank has a gradient."""
+        names = sorted({shared.key[0] for each in rounds for shared in each})
+        if not names:
+            return set()
+        flags = torch.zeros(len(names), dtype=torch.int64, device="cpu")
+        for at, name in enumerate(names):
+            here = by_name.get(name)
+            flags[at] = int(here is not None and here.updated is not None and here.updated.grad is not None)
+        ranks = self._ranks
+        group, size = ranks.groups.group(Group.DP), ranks.size(Group.DP)
+        sums = FlagAllReduce(flags, ranks.device, ranks.collectives, group, size).finish()
+        return {name for name, count in zip(names, sums.tolist(), strict=True) if count}
+
+    def _round(self, update: MatrixUpdate, shared: Sequence[SharedMatrix], by_name: Mapping[str, Matrices]) -> None:
+        """Exchange directions and updates of some matrices; all ranks of the stage call this."""
+        if not shared:
+            return
+        me, members = self._ranks.rank, self._ranks.members(Group.DP)
+        # Both ends of a message go through the same list.
+        leaving = _Mail(members, [(each.owner, each, me) for each in shared if me in each.parts and me != each.owner])
+        arriving = _Mail(
+            members, [(rank, each, rank) for each in shared if me == each.owner for rank in each.parts if rank != me]
+        )
+        mine = leaving.buffer(self._ranks.device)
+        for each, part in leaving.parts(mine):
+            matrices = by_name[each.key[0]]
+            here = part.view(update.wire_dtype(matrices))
+            here.copy_(update.direction(matrices, each.parts[me]).view(-1))
+        theirs = arriving.buffer(self._ranks.device)
+        self._exchange(theirs, mine, arriving.sizes, leaving.sizes)
+        for each in shared:
+            if each.owner == me:
+                self._answer(update, each, by_name[each.key[0]], arriving.parts_of(each, theirs))
+        # Answers are as long as what they answer, and lie where it lay.
+        self._exchange(mine, theirs, leaving.sizes, arriving.sizes)
+        for each, part in leaving.parts(mine):
+            matrices = by_name[each.key[0]]
+            update.apply(matrices, each.parts[me], part.view(update.wire_dtype(matrices)))
+
+    def _answer(
+        self,
+        update: MatrixUpdate,
+        shared: SharedMatrix,
+        matrices: Matrices,
+        parts: Sequence[tuple[Region, torch.Tensor]],
+    ) -> None:
+        """MatrixUpdate a matrix; write the others' parts of the update in the place of their directions."""
+        mine, dtype = shared.parts[self._ranks.rank], update.wire_dtype(matrices)
+        whole = torch.empty(mine.shape, dtype=dtype, device=self._ranks.device)
+        here = update.direction(matrices, mine).to(dtype).reshape(-1)
+        mine.put(whole, here)
+        for region, part in parts:
+            region.put(whole, part.view(dtype))
+        whole = update.transform(matrices, whole)
+        for region, part in parts:
+            region.take(whole, part.view(dtype))
+        own = torch.empty_like(here)  # which may be the momentum itself
+        mine.take(whole, own)
+        update.apply(matrices, mine, own)
+
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int]
+    ) -> None:
+        group = self._ranks.groups.group(Group.DP)
+        self._ranks.collectives.all_to_all(received, sent, group, (arriving, leaving)).wait()
+
+
+class _Mail:
+    """Parts of matrices that go to the members of a group, or come from them, in one buffer.
+
+    Args:
+        members: in the order of the group.
+        parts: a member, a matrix, and the rank whose part of it is sent or comes.
+
+    Attributes:
+        sizes: bytes by member.
+    """
+
+    def __init__(self, members: Sequence[int], parts: Sequence[tuple[int, SharedMatrix, int]]) -> None:
+        self.sizes: list[int] = []
+        self._places: list[tuple[SharedMatrix, Region, int]] = []
+        at = 0
+        for member in members:
+            begin = at
+            for peer, shared, holder in parts:
+                if peer == member:
+                    self._places.append((shared, shared.parts[holder], at))
+                    at += _aligned(shared.parts[holder].elements * shared.width)
+            self.sizes.append(at - begin)
+        self._bytes = at
+
+    def buffer(self, device: torch.device) -> torch.Tensor:
+        """Return memory for all parts."""
+        return torch.empty(self._bytes, dtype=torch.uint8, device=device)
+
+    def parts(self, buffer: torch.Tensor) -> Iterator[tuple[SharedMatrix, torch.Tensor]]:
+        """Yield each part's matrix and its bytes in a buffer."""
+        for shared, region, at in self._places:
+            yield shared, buffer[at : at + region.elements * shared.width]
+
+    def parts_of(self, wanted: SharedMatrix, buffer: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+        """Return the parts of one matrix, each with its bytes in a buffer."""
+        return [
+            (region, buffer[at : at + region.elements * shared.width])
+            for shared, region, at in self._places
+            if shared is wanted
+        ]
+
+
+def _aligned(size: int) -> int:
+    """Return a number of bytes behind which elements of any type may begin."""
+    return -(-size // 8) * 8
+
+
+def _unknown(settings: Settings, parameter: nn.Parameter, number: int) -> Matrices:
+    """Return a parameter that belongs to no wrapped model, so that this rank has all of it."""
+    shape = tuple(parameter.shape)
+    return Matrices(f"#{number}", settings, parameter, shape, regions_of(shape, None, None, 0, parameter.numel()))
+
+
+def whole_here(groups: Sequence[Settings], is_taken: Callable[[Settings], bool]) -> list[Matrices]:
+    """Return the parameters of an optimizer that has all of their elements, of the groups that have matrices."""
+    parameters = [(group, p) for group in groups if is_taken(group) for p in group["params"]]
+    return [_unknown(group, parameter, number) for number, (group, parameter) in enumerate(parameters)]

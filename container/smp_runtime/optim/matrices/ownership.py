@@ -1,0 +1,120 @@
+"""Which rank updates which matrix: the one with most of its elements, so that fewest are sent, and the work is divided.
+
+Every rank computes this from the same table of all ranks' regions, so that all agree without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp_runtime.optim.matrices.regions import Region
+
+#: A matrix: the name of its parameter, and its number there.
+Key = tuple[str, int]
+#: Bytes of whole matrices that a rank assembles at a time, if the largest one is not larger.
+ROUND_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class MatrixHolding:
+    """What a rank has of the matrices of a stage.
+
+    Attributes:
+        sharers: the ranks that share its optimizer state with it; itself if they are alone.
+        tensor: the ranks of its tensor parallel group.
+        regions: by parameter.
+        split: names of the parameters that tensor parallelism cuts.
+        widths: by parameter, bytes of an element as it is sent.
+    """
+
+    sharers: tuple[int, ...]
+    tensor: tuple[int, ...]
+    regions: Mapping[str, Sequence[Region]]
+    split: frozenset[str]
+    widths: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class SharedMatrix:
+    """A matrix of which several ranks have parts.
+
+    Attributes:
+        owner: the rank that updates it.
+        parts: by rank, its elements.
+        width: bytes of an element as it is sent.
+    """
+
+    key: Key
+    owner: int
+    parts: Mapping[int, Region]
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the whole matrix as it is sent."""
+        rows, columns = next(iter(self.parts.values())).shape
+        return rows * columns * self.width
+
+
+def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
+    """Choose the owner of every matrix that no rank has whole.
+
+    Args:
+        holdings: of all ranks of a stage, by rank.
+
+    Returns:
+        All of them, of all replicas, in the same order on every rank.
+    """
+    loads = dict.fromkeys(holdings, 0)
+    found: dict[tuple[Key, tuple[int, ...]], dict[int, Region]] = {}
+    widths: dict[str, int] = {}
+    for rank, holding in sorted(holdings.items()):
+        for name, regions in holding.regions.items():
+            widths[name] = holding.widths[name]
+            for region in regions:
+                if region.is_whole:
+                    loads[rank] += work(region.shape)
+                    continue
+                members = _members(holdings, rank) if name in holding.split else tuple(sorted(holding.sharers))
+                found.setdefault(((name, region.number), members), {})[rank] = region
+    shared = []
+    for (key, _), parts in sorted(found.items()):
+        rows, columns = next(iter(parts.values())).shape
+        if sum(part.elements for part in parts.values()) < rows * columns:
+            raise AssertionError(f"the ranks {sorted(parts)} lack elements of matrix {key[1]} of {key[0]}")
+        owner = min(parts, key=lambda rank: (-parts[rank].elements, loads[rank], rank))
+        loads[owner] += work(parts[owner].shape)
+        shared.append(SharedMatrix(key, owner, parts, widths[key[0]]))
+    return shared
+
+
+def _members(holdings: Mapping[int, MatrixHolding], rank: int) -> tuple[int, ...]:
+    """Return the ranks that together have all of what tensor parallelism cuts."""
+    return tuple(sorted({other for peer in holdings[rank].tensor for other in holdings[peer].sharers}))
+
+
+def work(shape: Sequence[int]) -> int:
+    """Return a number that grows as the arithmetic of an iteration for a matrix: three products of its shorter side."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def in_rounds(shared: Sequence[SharedMatrix]) -> list[list[SharedMatrix]]:
+    """Divide matrices into rounds, in each of which an owner assembles few enough to have memory for them."""
+    most = max([ROUND_BYTES, *(matrix.bytes for matrix in shared)])
+    rounds: list[list[SharedMatrix]] = []
+    at: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    for matrix in shared:
+        owner = matrix.owner
+        number, bytes_there = at.get(owner, 0), filled.get(owner, 0)
+        if bytes_there and bytes_there + matrix.bytes > most:
+            number, bytes_there = number + 1, 0
+        at[owner], filled[owner] = number, bytes_there + matrix.bytes
+        while len(rounds) <= number:
+            rounds.append([])
+        rounds[number].append(matrix)
+    return rounds

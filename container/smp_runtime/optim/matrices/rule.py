@@ -1,0 +1,103 @@
+"""Which parameters of a model are hidden matrices, for which Muon is meant, and which are tables, heads and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.parameters.registry import ParameterRegistry
+
+#: Last names of modules that turn hidden states into logits.
+_HEADS = {"classifier", "embed_out", "head", "lm_head", "output_layer", "score", "unembed"}
+#: Classes with weights that are no matrices, though they may have two or three dimensions.
+_OTHER_MODULES = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Divide a model's parameters into hidden matrices and all others, in their order.
+
+    Matrices have two dimensions, or three: a stack of matrices, such as a mixture's experts. No matrices are what embeddings
+    have, also tied to a head; convolutions; output heads: what ``get_output_embeddings()`` returns, modules that are called like
+    one, and, outside of repeated blocks, those with a row for each row of the largest table; and what is one row or column.
+    """
+    places = _places(model)
+    registry = getattr(model, "registry", None)
+    shapes: dict[int, tuple[int, ...]] = {}
+    for found in places.values():
+        for _, _, parameter in found:
+            known = registry.record_of(parameter).shape if isinstance(registry, ParameterRegistry) else parameter.shape
+            shapes[id(parameter)] = tuple(known)
+    tables = [
+        shapes[key]
+        for key, found in places.items()
+        if len(shapes[key]) == 2 and any(_is_table(path, module) for path, module, _ in found)
+    ]
+    vocabulary = max((shape[0] for shape in tables), default=0)
+    named_heads = _output_embeddings(model)
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in dict.fromkeys(model.parameters()):
+        key = id(parameter)
+        shape = shapes.get(key, tuple(parameter.shape))
+        is_matrix = (
+            len(shape) in (2, 3)
+            and min(shape[-2:]) > 1
+            and not parameter.is_complex()
+            and not any(
+                _is_table(path, module) or id(module) in named_heads or _is_head(path, shape, vocabulary)
+                for path, module, _ in places.get(key, ())
+            )
+        )
+        (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, nn.Parameter]]]:
+    """Return the places of each parameter: the path to it, its module and itself, by ``id``."""
+    places: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((f"{path}.{name}", module, parameter))
+    return places
+
+
+def _is_table(path: str, module: nn.Module) -> bool:
+    if isinstance(module, _OTHER_MODULES) or "embedding" in type(module).__name__.lower():
+        return True
+    return "embed" in path.rpartition(".")[2].lower()  # such as the positions of a vision model
+
+
+def _is_head(path: str, shape: tuple[int, ...], vocabulary: int) -> bool:
+    *names, _ = path.split(".")
+    if any(name.isdigit() for name in names):  # in a repeated block
+        return False
+    if names and names[-1] in _HEADS:
+        return True
+    return len(shape) == 2 and bool(vocabulary) and shape[0] == vocabulary
+
+
+def _output_embeddings(model: nn.Module) -> set[int]:
+    """Return the modules that models of Transformers call their output embeddings, by ``id``."""
+    return {id(head) for head in _asked(model) if isinstance(head, nn.Module)}
+
+
+def _asked(model: nn.Module) -> Iterator[Any]:
+    for part in model.modules():
+        ask = getattr(part, "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            yield ask()
+        except (AttributeError, NotImplementedError):  # of a model without a head
+            continue
