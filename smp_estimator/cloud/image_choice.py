@@ -20,6 +20,9 @@ TRANSFORMERS_CEILING = (5,)
 #: What newer versions of the SDK call the images of PyTorch 2.11 and later, which are in a repository of their own.
 _NEWER_IMAGES = "pytorch-amzn2023"
 
+#: What the SDK calls the images with version 2 of the original library, by PyTorch's version.
+_IMAGES_OF_ORIGINAL = "pytorch-smp"
+
 
 @dataclass(frozen=True)
 class PyTorchImage:
@@ -133,6 +136,26 @@ def choose_pytorch(
     return ImageChoice(
         framework_version, _python(py_version, image.pythons, f"framework_version {framework_version}"), image
     )
+
+
+def stock_version_for_original(framework_version: Any, floor: tuple[int, int] = TORCH_FLOOR) -> str | None:
+    """Return the version of the stock image nearest to an image that only the original library has.
+
+    Args:
+        framework_version: as given to the estimator.
+
+    Returns:
+        None if the version is not one of the original's images, or has a stock image that the job can use.
+    """
+    try:
+        versions, aliases = _training_images(_IMAGES_OF_ORIGINAL)
+    except FileNotFoundError:  # newer than the SDK
+        return None
+    known, short = _pytorch_images()
+    usable = [version for version in known if version_numbers(version) >= floor]
+    if framework_version not in {*versions, *aliases} or short.get(framework_version, framework_version) in usable:
+        return None
+    return _nearest(framework_version, usable)
 
 
 def _newest(fitting: Iterable[PyTorchImage], day: date) -> PyTorchImage:

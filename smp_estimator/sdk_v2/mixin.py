@@ -112,7 +112,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         if self._process_mode:
             image_uri = fill_in_here(entry_point, image_uri, sdk)
         elif ours and strategies.is_model_parallel(distribution):
-            self._prepare_cloud(image_uri, ship_runtime, sdk)
+            self._prepare_cloud(image_uri, ship_runtime, distribution, sdk)
         elif ours and strategies.is_data_parallel(distribution) and ship_runtime is not False:
             self._prepare_data_parallel(image_uri, ship_runtime, sdk)
         elif not image_uri:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_config.machine.instances import instance
-from smp_estimator.cloud import image_table, images, restore, service
+from smp_estimator.cloud import image_choice, image_table, images, restore, service
 from smp_estimator.local.process_mode import PROCESS_IMAGE
 from smp_estimator.sdk.version_2 import Framework, region_of
+from smp_estimator.settings.distribution import is_version_2
 
 if TYPE_CHECKING:
     from smp_estimator.cloud.image_choice import ImageChoice
@@ -30,6 +33,7 @@ class InStockImage(_SDK):
     #: Names of the arguments by which the stock image is chosen, PyTorch's or Transformers' version first.
     _VERSIONS: tuple[str, ...] = ()
 
+    distribution: Any
     framework_version: Any
     instance_groups: Any
     _reader: SettingsReader
@@ -80,8 +84,10 @@ class InStockImage(_SDK):
             code="SMP123",
         )
 
-    def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
+    def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, distribution: Any, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""
+        if not image_uri and is_version_2(distribution):
+            self._replace_image_of_original(sdk)
         self._settle_image(image_uri, ship_runtime, sdk, images.TORCH_FLOOR)
         service.fill_in_cloud(sdk)
 
@@ -89,6 +95,21 @@ class InStockImage(_SDK):
         """Choose the image for the data parallel library, unless it is an old stock image with its own copy of the library."""
         if not images.has_own_data_parallel(image_uri, sdk.get("pytorch_version") or sdk.get("framework_version")):
             self._settle_image(image_uri, ship_runtime, sdk, images.DATA_PARALLEL_FLOOR)
+
+    def _replace_image_of_original(self, sdk: dict[str, Any]) -> None:
+        """Replace a ``framework_version`` that has an image of the original library only by the nearest stock image's.
+
+        Notebooks of version 2 name these versions. The runtime travels with the code, into an image of PyTorch.
+        """
+        given = sdk.get("framework_version")
+        stock = image_choice.stock_version_for_original(given, images.TORCH_FLOOR)
+        if stock is None:
+            return
+        self._reader.say(
+            f"framework_version is {given}, whose image has the original of the library and no longer changes; the job "
+            f"runs in the stock image of PyTorch {stock}, the nearest that the runtime can use"
+        )
+        sdk["framework_version"], sdk["py_version"] = stock, None
 
     def _settle_image(
         self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any], floor: tuple[int, int]
@@ -161,8 +182,20 @@ class InStockImage(_SDK):
             or chosen.image.by_name
             or self.framework_version != chosen.framework_version
         ):
-            return super().training_image_uri(region)
+            with self._not_as_original():
+                return super().training_image_uri(region)
         return chosen.address(region or self.sagemaker_session.boto_region_name, self._get_instance_type())
+
+    @contextmanager
+    def _not_as_original(self) -> Iterator[None]:
+        """Hide ``torch_distributed`` from the SDK, which takes it beside ``smdistributed`` for the original's image."""
+        distribution = self.distribution
+        if is_version_2(distribution):
+            self.distribution = {name: part for name, part in distribution.items() if name != "torch_distributed"}
+        try:
+            yield
+        finally:
+            self.distribution = distribution
 
 
 def _gpus(sdk: dict[str, Any]) -> frozenset[str]:

@@ -300,7 +300,8 @@ def _require_suffix(entry_point: str) -> None:
 
 
 def _require_inside(entry_point: str, directory: Path) -> None:
-    path = Path(os.path.normpath(directory / entry_point))
+    # A source_dir such as ../scripts is not normalized, so both sides are.
+    directory, path = (Path(os.path.normpath(each)) for each in (directory, directory / entry_point))
     if not path.is_relative_to(directory):
         raise ConfigError(
             f"entry_point {entry_point!r} is {path}, outside source_dir {directory}; only source_dir is shipped to the job: "

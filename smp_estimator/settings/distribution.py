@@ -95,6 +95,13 @@ def is_data_parallel(distribution: Any) -> bool:
     return _turns_on(distribution, "dataparallel")
 
 
+def is_version_2(distribution: Any) -> bool:
+    """Return whether ``distribution`` describes a job of version 2, even if other parts of it are invalid."""
+    torchrun = distribution.get("torch_distributed") if isinstance(distribution, Mapping) else None
+    is_by_torchrun = isinstance(torchrun, Mapping) and bool(torchrun.get("enabled"))
+    return is_by_torchrun and is_model_parallel(distribution)
+
+
 def _turns_on(distribution: Any, library: str) -> bool:
     libraries = distribution.get("smdistributed") if isinstance(distribution, Mapping) else None
     part = libraries.get(library) if isinstance(libraries, Mapping) else None

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from support.documents.doc_runs import matching
 from support.platform.sdk3 import ROLE, require_sdk_3
+from support.training.version2_notebooks import NOTEBOOKS, NotebookJob
 from support.training.version2_script import SCRIPT
 
 require_sdk_3()
 
-from sagemaker.train.configs import Compute, SourceCode  # noqa: E402 - only where it is installed
+from sagemaker.train.configs import Compute, InputData, SourceCode  # noqa: E402 - only where it is installed
 from sagemaker.train.distributed import SMP, Torchrun  # noqa: E402
 
 from smp_config import ConfigError  # noqa: E402
@@ -85,6 +86,30 @@ def test_a_named_image_trains_with_its_own_library(script: Path, cloud: Any) -> 
     assert "pytorch" in sent["AlgorithmSpecification"]["TrainingImage"]
     assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
     assert sent["HyperParameters"]["sagemaker_torch_distributed_enabled"] == "true"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.name)
+def test_the_jobs_of_the_public_notebooks_are_accepted(notebook: NotebookJob, script: Path, cloud: Any) -> None:
+    trainer = ModelTrainer(
+        source_code=SourceCode(source_dir=f"{script}/../{script.name}", entry_script="train.py"),
+        compute=Compute(instance_type=notebook.gpus, instance_count=notebook.hosts, volume_size_in_gb=400),
+        role=ROLE,
+        sagemaker_session=cloud.session,
+        distributed=Torchrun(smp=SMP(**notebook.parameters)),
+        hyperparameters=notebook.hyperparameters,
+    )
+    channels = [InputData(channel_name=name, data_source=f"s3://bucket/{name}") for name in ("train", "test")]
+    trainer.train(input_data_config=channels, wait=False)
+    (sent,) = cloud.requests
+    assert "/pytorch" in sent["AlgorithmSpecification"]["TrainingImage"]
+    assert sent["ResourceConfig"]["InstanceType"] == notebook.gpus
+    assert sent["ResourceConfig"]["InstanceCount"] == notebook.hosts
+    carried = sent["HyperParameters"]
+    assert json.loads(carried["mp_parameters"]) == notebook.parameters
+    assert {name: carried[name] for name in notebook.hyperparameters} == {
+        name: str(value) for name, value in notebook.hyperparameters.items()
+    }
+    assert {"train", "test"} < {row["ChannelName"] for row in sent["InputDataConfig"]}
 
 
 def test_names_of_the_other_version_are_refused() -> None:
