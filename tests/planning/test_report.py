@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
 
 from smp_estimator.planning import ModelShape, Plan, Suggestion, plan, suggest
+
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4, "bf16": True}
 
 
 class Page(HTMLParser):
@@ -40,17 +43,18 @@ def _words(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "make",
     [
-        plan("gpt2", "ml.p4d.24xlarge", 1, {"pipeline_parallel_degree": 2, "microbatches": 4, "bf16": True}, samples=9),
-        plan("gpt-neox-65b", "ml.g5.xlarge"),
-        suggest("gpt2-60b", "ml.p4d.24xlarge", 32, 7),
-        suggest("gpt-neox-65b", "ml.p4d.24xlarge", 1),
-        suggest("gpt-neox-20b"),
+        lambda: plan("gpt2", "ml.p4d.24xlarge", 1, PIPELINE, samples=9),
+        lambda: plan("gpt-neox-65b", "ml.g5.xlarge"),
+        lambda: suggest("gpt2-60b", "ml.p4d.24xlarge", 32, 7),
+        lambda: suggest("gpt-neox-65b", "ml.p4d.24xlarge", 1),
+        lambda: suggest("gpt-neox-20b"),
     ],
     ids=["pipeline", "too large", "degrees", "no degrees", "cluster"],
 )
-def test_the_page_says_what_the_terminal_says(shown: Plan | Suggestion) -> None:
+def test_the_page_says_what_the_terminal_says(make: Callable[[], Plan | Suggestion]) -> None:
+    shown = make()
     tables, start, picture = shown._repr_html_().partition("<svg")
     page = Page(tables)
     assert page.tags <= {"div", "table", "caption", "tr", "th", "td", "b", "br"}
