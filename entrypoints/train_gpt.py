@@ -214,6 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: of the blocks' matrices")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--weight_decay", type=float, default=0.1)
     parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
@@ -243,14 +244,20 @@ def make_model(config: GPTConfig) -> smp.DistributedModel:
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.DistributedOptimizer:
-    """AdamW; matrices decay, and biases, norms and embeddings of one dimension do not."""
+    """AdamW, or Muon with AdamW beside it; matrices decay, and biases, norms and embeddings of one dimension do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    inner: torch.optim.Optimizer
+    if args.optimizer == "muon":  # its updates are as large as AdamW's, so that the same rate and decay fit
+        settings = {"weight_decay": args.weight_decay, "adamw_weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        inner = smp.optimizers.Muon(model, lr=args.learning_rate, betas=(0.9, 0.95), **settings)
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        inner = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
     return smp.DistributedOptimizer(
-        torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95)),
+        inner,
         static_loss_scale=None,
         dynamic_loss_scale=True,  # only float16 is scaled
         dynamic_loss_args={"init_scale": 2.0**16, "scale_window": 500},

@@ -24,6 +24,8 @@ MOST_EVERY = 1_000_000
 BUCKET_CAP_BYTES = 25 * 2**20
 #: Below this latency outweighs what an earlier start wins.
 _SMALLEST_BUCKET = 2**20
+#: Bytes of whole matrices that a rank puts together at a time for Muon, if the largest one is not larger.
+MATRIX_ROUND_BYTES = 2**24
 
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"

@@ -244,11 +244,11 @@ class _Configuration:
         many, gates = self._size("experts"), 3 if self._is_gated() else 2
         matrices += [gates * h * f] * (many or 1)
         if many:
-            yield Weight(many * h, layer)  # what sends a token to its experts
+            yield Weight(many * h, layer, matrix=True)  # what sends a token to its experts
             if self._shared_width():
                 matrices.append(gates * h * self._shared_width())
         for elements in matrices:
-            yield Weight(elements, layer, split=True)
+            yield Weight(elements, layer, split=True, matrix=True)
         blocks = 1 if self._type in _ONE_NORM else 2
         norms = 3 if crosses else blocks
         for _ in range(norms):

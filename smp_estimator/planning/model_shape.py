@@ -24,6 +24,7 @@ class Weight:
         split: tensor parallelism divides it.
         embedding: a word embedding or output projection; divided only when the embedding is distributed.
         trainable: has a gradient and optimizer state.
+        matrix: a hidden matrix, or a stack of them, for which Muon keeps a momentum.
     """
 
     elements: int
@@ -31,6 +32,7 @@ class Weight:
     split: bool = False
     embedding: bool = False
     trainable: bool = True
+    matrix: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class ModelShape:
             yield Weight(self.sequence * h, -1)
         for layer in range(self.layers):
             matrices = [3 * h * h, h * h] + [h * f] * (3 if self.gated else 2)
-            yield from (Weight(elements, layer, split=True) for elements in matrices)
+            yield from (Weight(elements, layer, split=True, matrix=True) for elements in matrices)
             norms = [h, h]
             if self.biases:
                 norms += [h, h, h, h]  # biases of both norms, of the attention's and of the MLP's output
@@ -346,7 +348,8 @@ def _shape_of(
         if _in_stack(name, stack):
             layer = _number(name)
             numbers.add(layer)
-            weights.append(Weight(elements, layer, split=len(shape) > 1, trainable=trainable))
+            is_matrix = len(shape) > 1
+            weights.append(Weight(elements, layer, split=is_matrix, trainable=trainable, matrix=is_matrix))
         else:
             weights.append(Weight(elements, layer, embedding=name in embeddings, trainable=trainable))
     # Without a configuration: the size that most matrices share is the width of the model, the largest that of its MLP.

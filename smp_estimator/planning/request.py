@@ -16,14 +16,30 @@ from smp_config.machine.instances import instance, instances, refuse_neuron
 from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
-from smp_estimator.planning.model_shape import SHAPES, ModelShape
+from smp_estimator.planning.model_shape import SHAPES, ModelShape, Weight
 
 #: Part of its published peak that a GPU reaches in the arithmetic of a step, if none is given. Narayanan et al. 2021
 #: measured 44–52 % on A100, with everything else of a step included.
 UTILISATION = 0.5
 
-#: Bytes of optimizer state per parameter, in fp32: two moments, one, or none.
-OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "lans": 8, "lars": 4, "momentum": 4, "novograd": 4, "sgd": 0}
+#: Bytes of optimizer state per parameter, in fp32: two moments, one, or none. Muon has one of hidden matrices, and AdamW's two of
+#: all others: :func:`state_bytes`.
+OPTIMIZER_BYTES = {
+    "adam": 8,
+    "adamw": 8,
+    "lamb": 8,
+    "lans": 8,
+    "lars": 4,
+    "momentum": 4,
+    "muon": 4,
+    "novograd": 4,
+    "sgd": 0,
+}
+
+
+def state_bytes(optimizer: str, weight: Weight) -> int:
+    """Return the bytes of optimizer state per element of a parameter, in fp32."""
+    return OPTIMIZER_BYTES["adamw" if optimizer == "muon" and not weight.matrix else optimizer]
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ def test_tensor_parallelism_shares_the_blocks_and_reads_one_batch_per_group(rank
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "words.txt").write_bytes(bytes(range(97, 123)) * 40)
 
-    def run(folder: str, entrypoints: str) -> tuple[int, int, list[float]]:
+    def run(folder: str, entrypoints: str, *more: str) -> tuple[int, int, list[float]]:
         sys.path.insert(0, entrypoints)
         try:
-            return _trained(folder)
+            return _trained(folder, *more)
         finally:
             sys.path.remove(entrypoints)
 
@@ -77,3 +77,11 @@ def test_tensor_parallelism_shares_the_blocks_and_reads_one_batch_per_group(rank
         assert count == 4  # an odd batch is right, too: both ranks read it
         assert elements < whole
         assert len(losses) == 2
+    # Muon takes another way, and the same one where the matrices are cut.
+    ((_, _, alone),) = ranks(run, 1, *where, "--optimizer=muon", config={})
+    for _, _, losses in ranks(
+        run, 2, *where, "--optimizer=muon", config={"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    ):
+        assert losses[0] == shared[0][2][0]
+        assert losses[1] != shared[0][2][1]
+        assert losses == pytest.approx(alone, rel=1e-3)  # bfloat16 rounds other digits of float32 gradients

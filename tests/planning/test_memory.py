@@ -185,6 +185,18 @@ def test_other_optimizers(optimizer: str, each: int) -> None:
     assert kinds({"ddp": True}, optimizer=optimizer)[Kind.OPTIMIZER] == each * COUNT
 
 
+def test_muon_has_one_moment_of_matrices_and_memory_to_iterate_on_one() -> None:
+    matrices = sum(weight.elements for weight in SHAPE.tensors() if weight.matrix)
+    assert 0.5 * COUNT < matrices < COUNT
+    assert kinds({"ddp": True}, optimizer="muon")[Kind.OPTIMIZER] == 4 * matrices + 8 * (COUNT - matrices)
+    largest = 2 * max(weight.elements for weight in SHAPE.tensors() if weight.matrix)
+    for settings, messages in (({}, 0), ({"shard_optimizer_state": True}, 2 * max(largest, 2**24))):
+        found = planned({"ddp": True, **settings}, optimizer="muon").worst
+        other = planned({"ddp": True, **settings}, optimizer="momentum").worst
+        state = found.kinds[Kind.OPTIMIZER] - other.kinds[Kind.OPTIMIZER]
+        assert found.in_update - other.in_update - state == 4 * largest + messages
+
+
 def test_one_bucket_is_held_beside_the_gradients_unless_the_buffers_stay() -> None:
     assert kinds({"ddp": True})[Kind.BUCKETS] == 25 * 2**20
     assert kinds({"ddp": True, "bf16": True})[Kind.BUCKETS] == 25 * 2**20 + 2 * COUNT  # summed in float32

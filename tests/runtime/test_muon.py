@@ -224,7 +224,7 @@ def test_owners_have_most_elements_and_share_the_work() -> None:
 
 
 def test_rounds_have_memory_for_a_matrix_or_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_runtime.optim.matrices.ownership.ROUND_BYTES", 1)
+    monkeypatch.setattr("smp_runtime.optim.matrices.ownership.MATRIX_ROUND_BYTES", 1)
     names = [f"m{number}" for number in range(6)]
     holdings = {r: _holding(r, dict.fromkeys(names, ((0, 8), (8, 16))[r]), (0, 1)) for r in range(2)}
     rounds = in_rounds(share_out(holdings))

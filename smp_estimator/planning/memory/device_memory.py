@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_config.limits import effective_bucket_bytes
+from smp_config.limits import MATRIX_ROUND_BYTES, effective_bucket_bytes
 from smp_config.schedules import TRAITS
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.memory.communicators import communicator_bytes
-from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
+from smp_estimator.planning.request import Request, Workload, state_bytes
 from smp_estimator.planning.smddp import buffer_bytes
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _stage(
     half = is_half(parameters)
     element = 2 if half else 4
     summed = summed_bytes(parameters)  # gradients of shards stay in the type they travel in
-    master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
+    master = 4 if half else 0
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     threshold = parameters.sdp_param_persistence_threshold
     split_embedding = embedding_is_distributed(parameters, workload)
@@ -199,6 +199,7 @@ def _stage(
 
     total = trainable = sharded = reduced = 0
     stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
+    state = 0.0  # bytes of the optimizer's state
     # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
     whole = leaving = in_shards = copied = 0.0
     units: dict[int | None, int] = {}
@@ -219,6 +220,7 @@ def _stage(
             shares_state = sharers > 1
             mine = part / sharers
             updated += mine
+            state += mine * state_bytes(workload.optimizer, weight)
             whole += 0 if divided else local * element
             leaving += local * element if shares_state else 0
             if divided or shares_state:
@@ -243,7 +245,7 @@ def _stage(
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(whole + in_shards),
         Kind.MASTER: round(updated * master),
-        Kind.OPTIMIZER: round(updated * state),
+        Kind.OPTIMIZER: round(state),
         Kind.ACTIVATIONS: activations.kept + working,
         Kind.COPIES: copies,
         Kind.GATHERED: gathered * element,
@@ -263,8 +265,22 @@ def _stage(
         activations,
         at_loss=at_loss,
         gradient_copy=round(copied),
-        in_update=stays + staying + round(copied - leaving),
+        in_update=stays + staying + round(copied - leaving) + _iteration_bytes(request, weights),
     )
+
+
+def _iteration_bytes(request: Request, weights: Iterable[Weight]) -> int:
+    """Return the bytes of Muon's iterations for the largest matrix, and of messages with parts of matrices; 0 for others.
+
+    In bfloat16, the matrix and its successor are there, and two products of at most that size.
+    """
+    if request.workload.optimizer != "muon":
+        return 0
+    largest = max((2 * weight.elements for weight in weights if weight.matrix and weight.trainable), default=0)
+    parameters = request.parameters
+    has_parts = max(parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree) > 1
+    messages = 2 * max(largest, MATRIX_ROUND_BYTES) if has_parts or parameters.shard_optimizer_state else 0
+    return 4 * largest + messages if largest else 0
 
 
 def _copied_bytes(request: Request, weights: Iterable[Weight], layers: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.recovery import wants_memory
 from smp_estimator.planning.memory.device_memory import embedding_is_distributed, is_half, weights_of_stages
-from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
+from smp_estimator.planning.request import Request, state_bytes
 
 if TYPE_CHECKING:
     from smp_config import Topology
@@ -71,7 +71,6 @@ def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple
     parameters, neighbours = request.parameters, _neighbours(request, topology)
     element = 2 if is_half(parameters) else 4
     master = 4 if is_half(parameters) else 0
-    updated = OPTIMIZER_BYTES[request.workload.optimizer] + master
     tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
     is_sharded = parameters.sharded_data_parallel_degree > 1
     split, same = _StateParts(), _StateParts()
@@ -80,7 +79,8 @@ def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple
         is_split = tensor > 1 and can_split
         local = -(-weight.elements // tensor) if is_split else weight.elements
         found = split if is_split else same
-        state = local * updated if weight.trainable else 0
+        each = state_bytes(request.workload.optimizer, weight) + master
+        state = local * each if weight.trainable else 0
         if is_sharded and local >= parameters.sdp_param_persistence_threshold:
             found.divided += (local * element + state) / neighbours
         elif neighbours > 1 and not is_sharded:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from smp_config.limits import MATRIX_ROUND_BYTES
+
 if TYPE_CHECKING:
     from smp_runtime.optim.matrices.regions import Region
 
 #: A matrix: the name of its parameter, and its number there.
 Key = tuple[str, int]
-#: Bytes of whole matrices that a rank assembles at a time, if the largest one is not larger.
-ROUND_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def work(shape: Sequence[int]) -> int:
 
 def in_rounds(shared: Sequence[SharedMatrix]) -> list[list[SharedMatrix]]:
     """Divide matrices into rounds, in each of which an owner assembles few enough to have memory for them."""
-    most = max([ROUND_BYTES, *(matrix.bytes for matrix in shared)])
+    most = max([MATRIX_ROUND_BYTES, *(matrix.bytes for matrix in shared)])
     rounds: list[list[SharedMatrix]] = []
     at: dict[int, int] = {}
     filled: dict[int, int] = {}
