@@ -16,7 +16,7 @@ from smp_config import Group, ModelParallelParameters
 from smp_config.errors import kind_of
 from smp_config.version2.parameters import Version2Parameters
 from smp_records.rehearsal import REHEARSAL_VARIABLE
-from smp_runtime.context.loaded_batches import LoadedBatches
+from smp_runtime.context.loaded_batches import CutBatches, LoadedBatches
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
@@ -76,7 +76,8 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     joined.at_leave.append(updates.install(joined))
     joined.at_leave.append(eight_bits.install(parameters, joined.ranks))
     if parameters.context_parallel_degree > 1:
-        joined.at_leave.append(LoadedBatches.of(joined.ranks).watch())
+        for batches in (LoadedBatches.of(joined.ranks), CutBatches.of(joined.ranks)):
+            joined.at_leave.append(batches.watch())
     if parameters.fsdp_cache_flush_warnings:
         joined.at_leave.append(cache_flushes.install(joined.ranks.device))
     _seed_split_numbers(parameters.random_seed, joined.ranks)

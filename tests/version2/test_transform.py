@@ -215,8 +215,8 @@ def _load_and_call(way: str) -> str:
     tsm.init({"context_parallel_degree": 2})
     model = tsm.transform(make_llama())
     rows = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(0))
-    shared = {"num_replicas": 1, "rank": 0} if way == "one batch" else {}
-    cut_before = way == "cut by the loader"
+    shared = {"num_replicas": 1, "rank": 0} if way in ("one batch", "cut by the loader") else {}
+    cut_before = "cut by the loader" in way
     sampler = None if way == "not cut" else DistributedSampler(rows, **shared, shuffle=False)
     loader = (
         DataLoader(
@@ -235,11 +235,46 @@ def _load_and_call(way: str) -> str:
     return ""
 
 
+def _draw_and_call(way: str, seeds: tuple[int, int]) -> str:
+    """Train on batches that no loader made, cut in one of the usual ways."""
+    import torch.sagemaker as tsm
+
+    tsm.init({"context_parallel_degree": 2})
+    model, rank = tsm.transform(make_llama()), tsm.state.cp_rank
+    drawn = torch.Generator().manual_seed(seeds[rank])
+
+    def cut(batch: torch.Tensor) -> torch.Tensor:
+        if way == "index_select":
+            rows = batch.view(batch.shape[0], 4, batch.shape[1] // 4)
+            return rows.index_select(1, torch.tensor([rank, 3 - rank])).reshape(batch.shape[0], -1)
+        chunks = torch.split(batch, batch.shape[1] // 4, 1) if way == "split" else batch.chunk(4, 1)
+        return torch.cat([chunks[rank], chunks[3 - rank]], 1)
+
+    former = torch.Tensor.chunk
+    try:
+        for _ in range(17):
+            ids = torch.randint(0, 64, (2, 12), generator=drawn)
+            model(input_ids=cut(ids), labels=cut(ids))
+    except ValueError as error:
+        return f"{error.code} {error}"
+    assert torch.Tensor.chunk is not former, "nothing is noted from the sixteenth call on"
+    return ""
+
+
+@pytest.mark.parametrize("way", ["chunk", "split", "index_select"])
+def test_slices_of_batches_that_no_loader_made(ranks: Any, way: str) -> None:
+    assert ranks(_draw_and_call, 2, way, (3, 3), init=False) == ["", ""]
+    for said in ranks(_draw_and_call, 2, way, (3, 4), init=False):
+        assert said.startswith("SMP310"), said
+        assert "rank 1 cut another batch with sequences of 12 tokens than rank 0" in said
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [
         ("one batch", ()),
         ("cut by the loader", ()),
+        ("others, cut by the loader", ("rank 1 cut another batch",)),
         ("not cut", ("with the same tokens", "tsm.state.cp_rank")),
         ("other batches", ("rank 1 loaded another batch", "12 tokens", "num_replicas=tsm.state.world_size")),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from smp_config import Group
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.inputs import WHOLE, SequenceInputs, digest
 from smp_runtime.context.layout import SequenceLayout, zigzag
-from smp_runtime.context.loaded_batches import LoadedBatches
+from smp_runtime.context.loaded_batches import CutBatches, LoadedBatches
 from smp_runtime.context.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
@@ -38,7 +39,7 @@ def run_on_slices(model: nn.Module, ranks: Ranks, method: str) -> None:
     inputs = SequenceInputs.of(ranks)
     if inputs is None:
         return
-    group, batches = ContextGroup.of(ranks), LoadedBatches.of(ranks)
+    group, batches, cuts = ContextGroup.of(ranks), LoadedBatches.of(ranks), CutBatches.of(ranks)
     group.method = method
     prepare(model.modules())
     forward: Callable[..., Any] = model.forward
@@ -47,7 +48,7 @@ def run_on_slices(model: nn.Module, ranks: Ranks, method: str) -> None:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         layout = _layout_of((args, kwargs), group)
-        told = inputs.agree(layout.length, lambda: _describe((args, kwargs), layout, batches))
+        told = inputs.agree(layout.length, lambda: _describe((args, kwargs), layout, batches, cuts, group.rank))
         _require_one_batch(told, ranks.members(Group.CONTEXT), layout.length)
 
         def wrap(name: str, value: Any) -> Any:
@@ -77,28 +78,51 @@ def _layout_of(given: Any, group: ContextGroup) -> SequenceLayout:
     return zigzag(held.pop() * group.size, group.size)
 
 
-def _describe(given: Any, layout: SequenceLayout, batches: LoadedBatches) -> tuple[list[float], int, list[float]]:
-    """Return numbers of this rank's slices, how many batches it has loaded, and numbers of the last one.
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells of a call.
 
-    No numbers of slices that hold one value only, which are equal without an error, nor of batches without whole sequences.
+    Attributes:
+        slices: numbers of its slices; none of those that hold one value only, which are equal without an error.
+        count: how many batches it has loaded.
+        loaded: numbers of the last one; none if it has no whole sequences.
+        cut: for each slice, numbers of the batches that it may have been cut from, as far as they were seen.
     """
-    slices = [tensor for tensor in argument_tensors(given) if tensor.dim() > 1 and _varies(tensor)]
-    loaded = batches.with_tokens(layout.length)
-    return digest(slices) if slices else [], batches.count, digest(loaded) if loaded else []
+
+    slices: list[float]
+    count: int
+    loaded: list[float]
+    cut: list[list[list[float]]]
+
+
+def _describe(given: Any, layout: SequenceLayout, batches: LoadedBatches, cuts: CutBatches, rank: int) -> _Told:
+    tensors = [tensor for tensor in argument_tensors(given) if tensor.dim() > 1]
+    slices = [tensor for tensor in tensors if _varies(tensor)]
+    return _Told(
+        _numbers(slices),
+        batches.count,
+        _numbers(batches.with_tokens(layout.length)),
+        [[digest([whole]) for whole in wholes] for wholes in cuts.take(tensors, layout, rank)],
+    )
+
+
+def _numbers(tensors: list[torch.Tensor]) -> list[float]:
+    return digest(tensors) if tensors else []
 
 
 def _varies(tensor: torch.Tensor) -> bool:
     return bool((tensor != tensor.flatten()[0]).any()) if tensor.numel() else False
 
 
-def _require_one_batch(told: list[tuple[list[float], int, list[float]]], members: Sequence[int], length: int) -> None:
+def _require_one_batch(told: list[_Told], members: Sequence[int], length: int) -> None:
     """Raise an error unless the ranks of a group hold different slices of one batch.
 
-    The slices cannot show whether they belong together. The batches that loaders have returned can.
+    The slices cannot show whether they belong together. The batches that loaders have returned, and that were cut, can.
     """
-    size = len(members)
-    for rank, (slices, count, loaded) in zip(members[1:], told[1:], strict=False):
-        if slices and all(each[0] == slices for each in told):
+    size, first = len(members), told[0] if told else None
+    for rank, theirs in zip(members[1:], told[1:], strict=False):
+        assert first is not None
+        if theirs.slices and all(each.slices == theirs.slices for each in told):
             raise SMPUserError(
                 f"context_parallel_degree is {size}, and the ranks {members} called the model with the same tokens: each rank must "
                 f"cut its batch, and pass chunks r and {2 * size - 1} - r of each sequence's {2 * size} equal chunks, where r is "
@@ -106,7 +130,7 @@ def _require_one_batch(told: list[tuple[list[float], int, list[float]]], members
                 code="SMP310",
             )
         # Other counts: a thread of one rank has loaded ahead.
-        if count == told[0][1] and loaded and told[0][2] and loaded != told[0][2]:
+        if theirs.count == first.count and theirs.loaded and first.loaded and theirs.loaded != first.loaded:
             raise SMPUserError(
                 f"context_parallel_degree is {size}, so the ranks {members} share each sequence out, but rank {rank} loaded "
                 f"another batch with sequences of {length} tokens than rank {members[0]}: give each sampler "
@@ -114,6 +138,19 @@ def _require_one_batch(told: list[tuple[list[float], int, list[float]]], members
                 "tsm.state.cp_size, and all ranks of a group one seed for the order",
                 code="SMP310",
             )
+        if _cut_from_others(theirs.cut, first.cut):
+            raise SMPUserError(
+                f"context_parallel_degree is {size}, so the ranks {members} share each sequence out, but rank {rank} cut "
+                f"another batch with sequences of {length} tokens than rank {members[0]}: read or draw the same batch on all ranks "
+                "of a group, by tsm.state.rank // n in place of the rank, where n is tsm.state.tp_size * tsm.state.cp_size",
+                code="SMP310",
+            )
+
+
+def _cut_from_others(one: list[list[list[float]]], other: list[list[list[float]]]) -> bool:
+    """Return whether a slice of two ranks is known to come from different batches: none that was seen can be that of both."""
+    seen = [(mine, theirs) for mine, theirs in zip(one, other, strict=False) if mine and theirs]
+    return any(all(numbers not in theirs for numbers in mine) for mine, theirs in seen)
 
 
 def _wrap(leaf: Any, layout: SequenceLayout, group: ContextGroup, *, stays_whole: bool) -> Any:
