@@ -15,7 +15,7 @@ TOLERANCE = 1e-9
 #: Families that compute norms or scores in float32, whatever their type.
 IN_FLOAT32 = {"gemma", "gemma2", "olmo2", "cohere", "helium"}
 #: Mixtures that Transformers 4 makes without experts that can be shared out, or does not compute in float64.
-OTHERWISE_IN_4 = {"granitemoe", "deepseek_v3", "ernie4_5_moe", "glm4_moe"}
+OTHERWISE_IN_4 = {"granitemoe", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "phimoe"}
 
 
 @pytest.mark.timeout(240)

@@ -135,6 +135,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ForCausalLM",
         {**_ROUTED, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "head_dim": 8},
     ),
+    "phimoe": ("Phimoe", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "router_jitter_noise": 0.0}),
     "gpt_oss": ("GptOss", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "head_dim": 8}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
@@ -161,9 +162,19 @@ def make_family(name: str) -> Callable[[], Any]:
         model = getattr(transformers, f"{prefix}{kind}")(getattr(transformers, f"{prefix}Config")(**given))
         if name in MIXTURES and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped kernel does not compute in float64
+        if name == "phimoe":
+            _route_as_in_evaluation(model)
         return model
 
     return make
+
+
+def _route_as_in_evaluation(model: Any) -> None:
+    """Keep routers from drawing experts at random, which each rank does for its own tokens."""
+    for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":
+            module.training = False
+            module.train = lambda mode=True: None
 
 
 def make_adapted() -> Any:
