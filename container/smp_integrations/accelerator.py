@@ -377,9 +377,9 @@ def give_to_scripts(module: ModuleType) -> None:
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         frame = inspect.currentframe()
-        back = frame.f_back if frame is not None else None
-        caller = back.f_globals.get("__name__", "") if back is not None else ""
-        is_script_s = caller.partition(".")[0] not in _OWN_WAYS
+        caller = frame.f_back if frame is not None else None
+        package = "" if caller is None else caller.f_globals.get("__name__", "").partition(".")[0]
+        is_script_s = package not in _OWN_WAYS
         if cls is Accelerator and is_script_s and _has_several_ranks():
             cls = JobAccelerator
         return object.__new__(cls)

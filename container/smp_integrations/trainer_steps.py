@@ -320,18 +320,24 @@ def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
     """Join outputs of microbatches along the batch axis, without samples that were there a second time."""
     if isinstance(value, StepOutput):
-        kept = [out.detach() for n, out in enumerate(value.outputs) if sizes is None or sizes[n]]
-        if parts == 1 or kept[0].dim() == 0:
-            return StepOutput(kept).concat()
-        chunks = [out.chunk(parts) for out in kept]
-        whole_parts = [torch.cat(same) for same in zip(*chunks, strict=True)]
-        return torch.cat(whole_parts)
+        return _joined_tensor(value.outputs, sizes, parts)
     if isinstance(value, Mapping):
         joined = {name: _joined(part, sizes, parts) for name, part in value.items()}
         return type(value)(joined)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)(_joined(part, sizes, parts) for part in value)
+        return type(value)([_joined(part, sizes, parts) for part in value])
     return value
+
+
+def _joined_tensor(outputs: list[torch.Tensor], sizes: list[int] | None, parts: int) -> torch.Tensor:
+    kept = [output.detach() for output in outputs]
+    if sizes is not None:
+        kept = [output for output, size in zip(kept, sizes, strict=True) if size]
+    if parts == 1 or kept[0].dim() == 0:
+        return StepOutput(kept).concat()
+    chunks = [output.chunk(parts) for output in kept]
+    whole_parts = [torch.cat(same) for same in zip(*chunks, strict=True)]
+    return torch.cat(whole_parts)
 
 
 def _detached(value: Any) -> Any:
@@ -341,5 +347,5 @@ def _detached(value: Any) -> Any:
         detached = {name: _detached(part) for name, part in value.items()}
         return type(value)(detached)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)(_detached(part) for part in value)
+        return type(value)([_detached(part) for part in value])
     return value

@@ -265,8 +265,9 @@ def _training_hosts(resources: dict[str, Any]) -> list[Any]:
     """Return the hosts of the instance group that trains, or none if the job has no such groups."""
     chosen = read_parameters().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
-        is_chosen = isinstance(group, dict) and group.get("instance_group_name") in chosen
-        if is_chosen and group.get("hosts"):
+        if not isinstance(group, dict) or group.get("instance_group_name") not in chosen:
+            continue
+        if group.get("hosts"):
             return list(group["hosts"])
     return []
 

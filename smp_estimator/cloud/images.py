@@ -43,8 +43,7 @@ def is_stock(image_uri: Any) -> bool:
     found = _STOCK.match(image_uri) if isinstance(image_uri, str) else None
     if found is None:
         return False
-    is_private_pytorch = found["repository"] == "pytorch" and not found["registry"].startswith("public")
-    if not is_private_pytorch:
+    if found["repository"] != "pytorch" or found["registry"].startswith("public"):
         return True
     # Any account may have a repository "pytorch": only a stock tag, or an account of the SDK's images, shows that it is one.
     has_stock_tag = found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]) is not None
@@ -143,7 +142,9 @@ def _cuda_of(image: Any) -> str | None:
     row = image_table.row_of(image)
     if row is not None and row.cuda:
         return row.cuda.split(".")[0]
-    tag = re.search(r"cu(\d{2})\d", image) if isinstance(image, str) else None
+    if not isinstance(image, str):
+        return None
+    tag = re.search(r"cu(\d{2})\d", image)
     return tag[1] if tag else None
 
 

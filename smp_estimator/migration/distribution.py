@@ -63,9 +63,13 @@ def _model_parallel_strategy(parts: dict[str, ast.expr], libraries: dict[str, as
     model = _items(values.resolve(libraries.get("modelparallel"))) or {}
     parameters = _items(values.resolve(model.get("parameters"))) or {}
     # Version 2 is started by torchrun, version 1 by mpirun, where this library's version 1 has more parameters than the original's.
-    of_version_2 = _ONLY_VERSION_2 - KEYS if _is_part_on(parts, "mpi", values) else _ONLY_VERSION_2
-    is_version_2 = _is_part_on(parts, "torch_distributed", values) or of_version_2 & parameters.keys()
-    return "modelparallel 2" if is_version_2 else "modelparallel"
+    of_version_2 = _ONLY_VERSION_2
+    if _is_part_on(parts, "mpi", values):
+        of_version_2 = _ONLY_VERSION_2 - KEYS
+    has_its_parameters = not of_version_2.isdisjoint(parameters)
+    if has_its_parameters or _is_part_on(parts, "torch_distributed", values):
+        return "modelparallel 2"
+    return "modelparallel"
 
 
 def translate_distribution(

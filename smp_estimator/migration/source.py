@@ -269,11 +269,10 @@ def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: lis
     if fits and not comments:
         return one_line
     inner = " " * (indent + len(_INDENT))
-    lines = [f"{name}("]
-    lines += [f"{inner}# {comment}" for comment in comments or ()]
-    lines += [f"{inner}{word}," for word in words]
-    lines.append(f"{' ' * indent})")
-    return "\n".join(lines)
+    lines = [f"# {comment}" for comment in comments or ()]
+    lines += [f"{word}," for word in words]
+    indented = [inner + line for line in lines]
+    return "\n".join([f"{name}(", *indented, f"{' ' * indent})"])
 
 
 def _is_only_one_of_block(node: ast.stmt, parent: ast.AST | None) -> bool:

@@ -170,7 +170,7 @@ def _attribute(source: ScriptSource, names: ScriptNames, node: ast.Attribute) ->
         source.replace_node(node, name)
         return {name} if name in ("Session", "image_uris") else {f"={full}"}
     owner = node.value
-    if isinstance(owner, ast.Attribute) and owner.attr == "latest_training_job" and names.is_estimator(owner.value):
+    if _is_latest_job(owner, names):
         _job_attribute(source, node)
     elif node.attr == "_current_job_name" and names.is_estimator(owner):
         source.replace(source.span(owner)[1], source.span(node)[1], ".latest_training_job.training_job_name")
@@ -187,6 +187,12 @@ def _job_attribute(source: ScriptSource, node: ast.Attribute) -> None:
         source.note(
             node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
         )
+
+
+def _is_latest_job(node: ast.expr, names: ScriptNames) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != "latest_training_job":
+        return False
+    return names.is_estimator(node.value)
 
 
 def _note_without_place(source: ScriptSource, names: ScriptNames, node: ast.Attribute) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -67,9 +68,9 @@ class Values:
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         if isinstance(target, ast.Tuple | ast.List):
-            values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-            for number, part in enumerate(target.elts):
-                self._assign(part, values[number] if number < len(values) else None)
+            values: list[ast.expr] = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+            for part, assigned in itertools.zip_longest(target.elts, values[: len(target.elts)]):
+                self._assign(part, assigned)
         elif isinstance(target, ast.Subscript):
             self._assign(target.value, None)
         elif isinstance(target, ast.Name):

@@ -271,8 +271,8 @@ class RecordedRun:
                 seen.append(_read_by(inputs))
         if len(seen) < 2 or len(seen[0]) < 2:
             return ()
-        first = next(iter(seen[0]))
-        steps_are_equal = all(read.get(first) == seen[0][first] for read in seen)
+        first, batch = next(iter(seen[0].items()))
+        steps_are_equal = all(read.get(first) == batch for read in seen)
         return () if steps_are_equal else _first_with_equal_batches(seen)
 
 
@@ -322,8 +322,11 @@ def _by_moment(files: Iterable[tuple[Head, list[RecordedMoment]]]) -> dict[tuple
     found: dict[tuple[int, int], _Told] = {}
     for head, moments in files:
         for at, lines in _lines_of_moments(moments).items():
-            values = [value for moment in lines.values() for value in moment.values]
-            text = next((moment.random for moment in lines.values() if moment.random), "")
+            values: list[RecordedValue] = []
+            text = ""
+            for moment in lines.values():
+                values += moment.values
+                text = text or moment.random
             found.setdefault(at, {})[head.rank] = text, values
     return found
 

@@ -343,9 +343,11 @@ def _wants_processes(arguments: Mapping[str, Any]) -> bool:
     """Return whether a trainer with these arguments trains as processes of this machine."""
     if arguments.get("training_image") or arguments.get("algorithm_name"):
         return False
+    is_local = arguments.get("training_mode") in (Mode.LOCAL_CONTAINER, Mode.LOCAL_CONTAINER.value)
+    if is_local:
+        return True
     kind = given_value(arguments.get("compute"), "instance_type")
-    in_containers = arguments.get("training_mode") in (Mode.LOCAL_CONTAINER, Mode.LOCAL_CONTAINER.value)
-    return in_containers or (isinstance(kind, str) and kind in LOCAL_TYPES)
+    return isinstance(kind, str) and kind in LOCAL_TYPES
 
 
 def _channels(inputs: Any) -> list[Any] | None:

@@ -209,7 +209,8 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *
     is_elsewhere = is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)
     if not is_elsewhere:
         _check_files(entry_point, source_dir, dependencies)
-    if own_launcher and entry_point and not is_variable(entry_point):
+    has_script = bool(entry_point) and not is_variable(entry_point)
+    if own_launcher and has_script:
         _require_suffix(entry_point)
 
 

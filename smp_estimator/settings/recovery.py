@@ -54,6 +54,7 @@ def _whole(given: Any, name: str, least: int, most: int) -> Any:
     """Return an integer as text; a value that is known only when a pipeline runs is returned unchanged."""
     if is_variable(given):
         return given
-    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
+    is_integer = isinstance(given, int) and not isinstance(given, bool)
+    if not is_integer or not least <= given <= most:
         raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}", code="SMP106")
     return str(given)

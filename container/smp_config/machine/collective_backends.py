@@ -146,11 +146,14 @@ def group_backend(name: str, device: str) -> str:
         device: ``"cpu"`` or ``"cuda"``, on which the rank computes.
     """
     if device == "cpu":
-        return name if name != AUTOMATIC and TRAITS[name].is_own else HOST_BACKEND
+        is_own = name != AUTOMATIC and TRAITS[name].is_own
+        return name if is_own else HOST_BACKEND
     traits = traits_on_gpus(name)
     if traits.is_own:
         return name
-    return HOST_BACKEND if traits.for_gpus == HOST_BACKEND else f"cpu:{HOST_BACKEND},cuda:{traits.for_gpus}"
+    if traits.for_gpus == HOST_BACKEND:
+        return HOST_BACKEND
+    return f"cpu:{HOST_BACKEND},cuda:{traits.for_gpus}"
 
 
 def backends_by_device(backends: str) -> dict[str, str]:

@@ -31,21 +31,28 @@ def find_warnings(parameters: Any) -> list[str]:
     if parameters.auto_partition and "default_partition" in given and parameters.default_partition:
         found.append(f"default_partition={parameters.default_partition} ignored: auto_partition is true")
     found += _of_pieces(parameters)
-    if parameters.offload_activations and parameters.microbatches == 1 and not is_sharded:
-        found.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
+    found += _of_microbatches(parameters)
     if "activation_loading_horizon" in given and not parameters.offload_activations:
         found.append("activation_loading_horizon ignored: offload_activations is false")
-    active = parameters.active_microbatches or 0
-    if "active_microbatches" in given and active > parameters.microbatches:
-        found.append(
-            f"active_microbatches is {active}, but microbatches is {parameters.microbatches}, the most that can be "
-            "in flight: it counts as that"
-        )
     if "context_parallel" in given and parameters.context_parallel_degree == 1:
         found.append(f"context_parallel={parameters.context_parallel!r} ignored: context_parallel_degree is 1")
     if parameters.prescaled_batch and tensor == 1:
         found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
     return found + _of_compiling(parameters) + _without_effect(parameters)
+
+
+def _of_microbatches(parameters: Any) -> list[str]:
+    found = []
+    is_sharded = parameters.sharded_data_parallel_degree > 1
+    if parameters.offload_activations and parameters.microbatches == 1 and not is_sharded:
+        found.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
+    active = parameters.active_microbatches or 0
+    if "active_microbatches" in parameters.model_fields_set and active > parameters.microbatches:
+        found.append(
+            f"active_microbatches is {active}, but microbatches is {parameters.microbatches}, the most that can be "
+            "in flight: it counts as that"
+        )
+    return found
 
 
 def _of_pieces(parameters: Any) -> list[str]:

@@ -197,14 +197,17 @@ class Version2Parameters(BaseModel):
 
     def warnings(self) -> list[str]:
         """Return sentences on settings that were given and have no effect."""
-        given = [name for name in _WITHOUT_EFFECT if name in self.model_fields_set and getattr(self, name) is not False]
-        said = [f"{name} is {getattr(self, name)}, which has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
+        found = []
+        for name, reason in _WITHOUT_EFFECT.items():
+            value = getattr(self, name)
+            if name in self.model_fields_set and value is not False:
+                found.append(f"{name} is {value}, which has no effect: {reason}")
         if "activation_loading_horizon" in self.model_fields_set and not self.sm_activation_offloading:
-            said.append(
+            found.append(
                 f"activation_loading_horizon is {self.activation_loading_horizon}, which has no effect: sm_activation_offloading "
                 "is false, and PyTorch's own offload_wrapper loads no activations ahead"
             )
-        return said
+        return found
 
 
 def _unknown(name: object, known: list[str]) -> str:

@@ -98,13 +98,21 @@ def find_imports(script: Path) -> frozenset[str]:
     waiting, seen = [script], {script}
     while waiting and len(seen) < _MOST_FILES:
         for name in _read_imports(waiting.pop()):
-            found |= {package for package in (OF_VERSION_1, OF_VERSION_2) if f"{name}.".startswith(f"{package}.")}
-            own = script.parent.joinpath(*name.split("."))
-            for path in (own.with_name(f"{own.name}.py"), own / "__init__.py"):
-                if path not in seen and path.is_file():
+            for package in (OF_VERSION_1, OF_VERSION_2):
+                if f"{name}.".startswith(f"{package}."):
+                    found.add(package)
+            for path in _files_of(name, script.parent):
+                if path not in seen:
                     seen.add(path)
                     waiting.append(path)
     return frozenset(found)
+
+
+def _files_of(name: str, folder: Path) -> list[Path]:
+    """Return the files of a folder that an import of ``name`` may run."""
+    own = folder.joinpath(*name.split("."))
+    candidates = [own.with_name(f"{own.name}.py"), own / "__init__.py"]
+    return [path for path in candidates if path.is_file()]
 
 
 def _read_imports(path: Path) -> Iterator[str]:
@@ -120,4 +128,5 @@ def _read_imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names)
+            prefix = f"{node.module}." if node.module else ""
+            yield from (prefix + alias.name for alias in node.names)

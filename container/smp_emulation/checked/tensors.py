@@ -140,19 +140,25 @@ class TensorNames:
     def _factory(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``torch.tensor`` and ``as_tensor``, which look for the device's own code before anything is dispatched."""
 
+        def on_host(data: Any, *args: Any, device: Any, requires_grad: bool, **kwargs: Any) -> torch.Tensor:
+            if isinstance(data, torch.Tensor):
+                data = data.to(device)
+            if requires_grad:
+                kwargs["requires_grad"] = True
+            made: torch.Tensor = own(data, *args, device=device, **kwargs)
+            return made
+
         def factory(
             data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
         ) -> torch.Tensor:
-            if isinstance(data, torch.Tensor) and device is None:
+            is_tensor = isinstance(data, torch.Tensor)
+            if is_tensor and device is None:
                 device = data.device
             if isinstance(device, int):
                 device = torch.device("cuda", device)
-            given = {"requires_grad": True} if requires_grad else {}
             if device is None or torch.device(device).type != "cuda":
-                if isinstance(data, torch.Tensor) and device is not None:
-                    data = data.to(device)
-                return own(data, *args, device=device, **given, **kwargs)
-            if isinstance(data, torch.Tensor):
+                return on_host(data, *args, device=device, requires_grad=requires_grad, **kwargs)
+            if is_tensor:
                 moved = data.to(device, kwargs.get("dtype") or data.dtype, copy=own is not torch.as_tensor)
             else:
                 moved = own(data, *args, device="cpu", **kwargs).to(device)

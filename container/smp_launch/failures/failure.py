@@ -251,11 +251,13 @@ class FailureCollector:
     ) -> bool:
         """Return whether a rank's death by a signal has caused the failures that other ranks reported."""
         rank, number = death
-        has_reported = any(record.rank == rank for record in self.records)
+        if any(record.rank == rank for record in self.records):
+            return False
+        if number in _FIRST_CAUSES:
+            return True
         # One that was stopped before it could handle that makes others fail, which are still at work.
         is_unheard = ended_unheard is not None and rank in ended_unheard
-        was_stopped = stopped_by is not None and number in _STOPS and is_unheard
-        return (was_stopped or number in _FIRST_CAUSES) and not has_reported
+        return stopped_by is not None and number in _STOPS and is_unheard
 
     def _end_of_program(self, program: str, returncode: int) -> Cause:
         """Return the end of the program that ran the ranks as the cause, or the output of a rank that had not begun."""
@@ -300,11 +302,13 @@ class FailureCollector:
         If all records blame other ranks, return the record of the rank that is blamed most.
         Clocks of hosts differ, so a consequence may seem to come first.
         """
+        if not self.records:
+            return None
         own = {record.rank for record in self.records if not record.accused}
-        if own or not self.records:
-            causes = [record for record in self.records if not own.intersection(record.accused)]
-            return min(causes, key=_time_of, default=None)
-        return self._most_accused()
+        if not own:
+            return self._most_accused()
+        causes = [record for record in self.records if own.isdisjoint(record.accused)]
+        return min(causes, key=_time_of, default=None)
 
     def _most_accused(self) -> FailureRecord:
         """Return the record of the rank that the others blame most, if no rank has failed on its own account."""

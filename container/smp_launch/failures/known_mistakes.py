@@ -153,10 +153,14 @@ def _why_no_channel(error: BaseException, environ: Mapping[str, str]) -> str | N
 def _why_no_gpu(error: BaseException, environ: Mapping[str, str]) -> str | None:
     """Return what to do about code that wants a GPU where there is none; None for another error."""
     is_emulated = environ.get(emulation.VARIABLE, "0") != "0"
-    if not is_emulated:
-        wants_gpu = _WITHOUT_GPU.search(str(error)[:_LOOKED_AT]) is not None
-        has_traceback = error.__traceback__ is not None
-        return _NOT_EMULATED if wants_gpu and has_traceback else None
+    if is_emulated:
+        return _why_not_on_emulated_gpu(error)
+    wants_gpu = _WITHOUT_GPU.search(str(error)[:_LOOKED_AT]) is not None
+    has_traceback = error.__traceback__ is not None
+    return _NOT_EMULATED if wants_gpu and has_traceback else None
+
+
+def _why_not_on_emulated_gpu(error: BaseException) -> str | None:
     if "Cannot access accelerator device" in str(error):
         return _BARE_NUMBER
     return _NO_GPU if _wants_gpu(error) else None
@@ -216,11 +220,12 @@ def _why_no_file(error: BaseException, environ: Mapping[str, str]) -> str | None
 
 def _contents(folder: Path) -> str:
     """Return the first names in a folder."""
-    names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-    if not names:
+    if not folder.is_dir():
         return "nothing"
-    shown = ", ".join(names[:_SHOWN_FILES])
-    return f"{shown}, …" if len(names) > _SHOWN_FILES else shown
+    names = sorted(each.name for each in folder.iterdir())
+    if len(names) > _SHOWN_FILES:
+        names = [*names[:_SHOWN_FILES], "…"]
+    return ", ".join(names) or "nothing"
 
 
 def _channels(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:

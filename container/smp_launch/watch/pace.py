@@ -42,8 +42,8 @@ def read_records(folder: Path) -> dict[int, Seen]:
     if not folder.is_dir():
         return {}
     found = {}
-    for name in os.listdir(folder):
-        glance = read_glance(folder / name) if name.isdecimal() else None
+    for name in sorted(filter(str.isdecimal, os.listdir(folder)), key=int):
+        glance = read_glance(folder / name)
         if glance is None or glance.pace is None or glance.has_left:
             continue
         # The record of a rank that was killed stays.
@@ -51,7 +51,7 @@ def read_records(folder: Path) -> dict[int, Seen]:
             continue
         memory = glance.pace.device_bytes or memory_of(glance.pid)
         found[int(name)] = Seen(glance.pid, glance.pace, processor_seconds_of(glance.pid), memory)
-    return dict(sorted(found.items()))
+    return found
 
 
 def compare_records(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:

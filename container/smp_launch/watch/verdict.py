@@ -56,9 +56,11 @@ def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
 
 def _is_deadlock(everyone: Collection[RankPosition]) -> bool:
     """Return whether all ranks wait for each other in different calls, so that none can come to the other's."""
-    all_wait = all(position.standing is Standing.WAITING and position.whom for position in everyone)
-    calls = {position.call for position in everyone}
-    return all_wait and len(calls) > 1
+    for position in everyone:
+        is_waiting = position.standing is Standing.WAITING and bool(position.whom)
+        if not is_waiting:
+            return False
+    return len({position.call for position in everyone}) > 1
 
 
 def _stopped(position: RankPosition) -> str:

@@ -123,10 +123,11 @@ def _present(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, st
     seen: set[int] = set()
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta or id(parameter) in seen:
+            if parameter is None or parameter.is_meta:
                 continue
-            seen.add(id(parameter))
-            yield (module, name), parameter
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield (module, name), parameter
 
 
 def _is_changed(before: _Before) -> bool:

@@ -52,10 +52,11 @@ class PeerConnections:
         for descriptor, number in self._rank_of:
             with contextlib.suppress(OSError):
                 # The number tells whether the descriptor is still this socket: a closed one is soon another file.
-                if os.fstat(descriptor).st_ino == number:
-                    # A duplicate, since leaving the block closes it, and the transport still owns the original.
-                    with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        connection.shutdown(socket.SHUT_RDWR)
+                if os.fstat(descriptor).st_ino != number:
+                    continue
+                # A duplicate, since leaving the block closes it, and the transport still owns the original.
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connected(

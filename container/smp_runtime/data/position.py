@@ -224,15 +224,14 @@ def _check_numbers(state: Any) -> None:
 
 def _is_position(state: Any) -> bool:
     """Return whether a state has the numbers of a position: epoch and index, and samples and seed if they are known."""
-    if not isinstance(state, Mapping) or not {"epoch", "index", "seed", "samples"} <= state.keys():
+    if not isinstance(state, Mapping) or not state.keys() >= {"epoch", "index", "seed", "samples"}:
         return False
-    if not _is_count(state["epoch"]) or not _is_count(state["index"]):
-        return False
-    samples, seed = state["samples"], state["seed"]
-    if samples is not None and not _is_count(samples):
-        return False
+    counts = [state["epoch"], state["index"]]
+    if state["samples"] is not None:
+        counts.append(state["samples"])
+    seed = state["seed"]
     is_number = isinstance(seed, int) and not isinstance(seed, bool)
-    return seed is None or is_number
+    return all(map(_is_count, counts)) and (seed is None or is_number)
 
 
 def _is_count(value: Any) -> bool:

@@ -63,7 +63,8 @@ class _CompressionState:
                 "a communication hook averages over ranks, but no process group was made; call smp.init() first",
                 code="SMP303",
             )
-        return group, getattr(bucket, "collectives", None) or TorchCollectives()
+        collectives = getattr(bucket, "collectives", None)
+        return group, collectives or TorchCollectives()
 
 
 class Int8State(_CompressionState):

@@ -151,16 +151,19 @@ class EightBitLayers:
 
     def _call_with(self, scales: LinearScales) -> Multiply | None:
         recomputes = backward_pass() != -1
-        window = self._open or (None if self._is_off else self._always)
-        if window is None and recomputes:
-            window = scales.last  # by a function that knows nothing of contexts
+        window = self._open
+        if window is None and not self._is_off:
+            window = self._always
         if not recomputes:
             scales.last = window
+        elif window is None:
+            window = scales.last  # by a function that knows nothing of contexts
         if window is None:
             return None
         window.is_used = True
-        # Recomputing adds nothing to a context that has ended. Of a whole job's passes, some record nothing at first.
-        records = torch.is_grad_enabled() if window is self._always else window.records and not recomputes
+        records = window.records and not recomputes  # recomputing adds nothing to a context that has ended
+        if window is self._always:  # of a whole job's passes, some record nothing at first
+            records = torch.is_grad_enabled()
         return functools.partial(multiply, scales=scales, window=window, records=records)
 
     # -- contexts of a script --------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ class EightBitLayers:
         is_outermost = enabled and self._open is None
         if is_outermost:
             self._begin(recipe or DelayedScaling(), group)
-        elif enabled and recipe is not None and recipe != self.recipe:
+        elif enabled and recipe not in (None, self.recipe):
             raise SMPUserError(
                 "an fp8_autocast inside another one has another recipe, and scales follow one: pass the same, or leave it out",
                 code="SMP321",
@@ -187,10 +190,16 @@ class EightBitLayers:
             yield
         finally:
             self._open, self._is_off, self._held = former
-        if is_outermost and window is not None and window.is_used and window.records:
-            if window.recipe.reduce_amax:
-                self._reduce(group, (INPUT, WEIGHT))
-            self._is_recorded, self._are_gradients_reduced = True, False
+        if is_outermost and window is not None:
+            self._finish(window, group)
+
+    def _finish(self, window: Window, group: AmaxGroup) -> None:
+        """Take the greatest numbers of all ranks after an outermost context that has recorded some."""
+        if not window.is_used or not window.records:
+            return
+        if window.recipe.reduce_amax:
+            self._reduce(group, (INPUT, WEIGHT))
+        self._is_recorded, self._are_gradients_reduced = True, False
 
     def _begin(self, recipe: DelayedScaling, group: AmaxGroup) -> None:
         self._say()
@@ -305,11 +314,15 @@ class EightBitLayers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with saved scales, also for layers that are still to come."""
         self.check_state(state)
-        self._waiting = {name: found for name, found in state.items() if name not in self._by_name}
+        self._waiting = {}
+        has_amax = False
         for name, found in state.items():
             if name in self._by_name:
                 _restore(self._by_name[name], found)
-        is_recorded = self._always is None and any(_read(found["amax"]).any() for found in state.values())
+            else:
+                self._waiting[name] = found
+            has_amax = has_amax or bool(_read(found["amax"]).any())
+        is_recorded = self._always is None and has_amax
         self._is_recorded = self._are_gradients_reduced = self._updates_late = is_recorded
 
 

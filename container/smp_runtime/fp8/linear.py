@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from smp_runtime.fp8.scales import GRADIENT, INPUT, WEIGHT, LinearScales, from_eight_bits, to_eight_bits
+from smp_runtime.tensors.nested import cast_as_autocast
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 if TYPE_CHECKING:
@@ -65,15 +66,6 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, scales: LinearScales) ->
     return from_eight_bits(to_eight_bits(weight, scale[WEIGHT], scales.kind_of(WEIGHT)), scale[WEIGHT], weight.dtype)
 
 
-def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Cast a linear map's tensors as autocast would; inside an autograd function it only sees forward."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor.to(dtype) for tensor in tensors]
-
-
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -83,7 +75,7 @@ def multiply(
     records: bool,
 ) -> torch.Tensor:
     """Return ``F.linear(x, weight, bias)`` with products of 8 bits; the bias and its gradient are not rounded."""
-    x, weight = _cast(x, weight)
+    x, weight = cast_as_autocast(x, weight)
     is_row = x.dim() == 1
     output = _EightBitProduct.apply(x.unsqueeze(0) if is_row else x, weight, scales, window, records)
     output = output.squeeze(0) if is_row else output

@@ -19,8 +19,8 @@ from smp_runtime.step.microbatches import shapes_in
 from smp_runtime.step.step import StepCall
 from smp_runtime.tensor_parallel.activation_layout import replicated_rows
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensors.nested import clone_inference_tensors
 from smp_runtime.tensors.random_state import RandomState
-from smp_runtime.tensors.torch_private import tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -73,7 +73,10 @@ def call_whole(
     """
     mine = RandomState.of_now(ranks.device)
     with torch.inference_mode(False), torch.no_grad(), ranks.control.doing(name):
-        arguments = model.precision.enter(_plain(args)), model.precision.enter(_plain(kwargs))
+        arguments = (
+            model.precision.enter(clone_inference_tensors(args)),
+            model.precision.enter(clone_inference_tensors(kwargs)),
+        )
         if ranks.size(Group.PP) > 1:
             arguments = arguments_of_all(ranks, ranks.members(Group.PP), arguments, name)[0]
         model.partition(functools.partial(function, *arguments[0], **arguments[1]))
@@ -94,18 +97,6 @@ def call_whole(
         mine.restore()
         torch.empty((), dtype=torch.int64, device="cpu").random_()
     return outcome.result
-
-
-def _plain(value: Any) -> Any:
-    """Replace tensors of inference mode by copies.
-
-    A pipeline checks whether tensors were changed, and tensors of inference mode do not record that.
-    """
-
-    def plain(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
-
-    return tree_map(plain, value)
 
 
 def _turns(ranks: Ranks, arguments: Arguments, random: RandomState, name: str) -> list[_Turn]:

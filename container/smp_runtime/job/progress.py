@@ -116,7 +116,8 @@ class ProgressReporter:
 
     def note_loss(self, outputs: list[torch.Tensor]) -> None:
         """Keep the microbatches' losses of a training step; they are not read until a line is due."""
-        if self.enabled or self.heard:
+        is_read = self.enabled or self.heard
+        if is_read:
             self._losses = [output.detach() for output in outputs]
 
     def note_eval_loss(self, loss: float) -> None:

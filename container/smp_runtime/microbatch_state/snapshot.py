@@ -64,9 +64,9 @@ class Snapshot:
             if isinstance(value, nn.Module) or callable(value):
                 continue
             is_changed = not now.is_same(before) or self._is_changed(value)
-            if not is_changed and not (kind == "buffer" and _may_change_unseen(module, value)):
-                continue
-            if tensors_in(value):
+            if not is_changed and kind == "buffer":
+                is_changed = _may_change_unseen(module, value)
+            if is_changed and tensors_in(value):
                 yield module, slot.key, kind
 
     def _is_changed(self, value: Any) -> bool:

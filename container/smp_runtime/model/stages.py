@@ -202,11 +202,11 @@ class Stages:
         ranks = self._ranks
         repeats = ranks.cfg.deterministic_server or ranks.cfg.deterministic
         # Ranks that gather each other's parameters or positions must run the same modules in the same order.
-        all_agree = repeats or ranks.cfg.sharded_data_parallel_degree > 1 or ranks.cfg.context_parallel_degree > 1
-        members = ranks.members(Group.DP if all_agree else Group.TP)
-        if not all_agree and len(members) == 1:
-            return None
-        return PipelineAgreement(ranks.control, members)
+        gathers = ranks.cfg.sharded_data_parallel_degree > 1 or ranks.cfg.context_parallel_degree > 1
+        if repeats or gathers:
+            return PipelineAgreement(ranks.control, ranks.members(Group.DP))
+        members = ranks.members(Group.TP)
+        return PipelineAgreement(ranks.control, members) if len(members) > 1 else None
 
     def _meeting(self) -> PipelineAgreement | None:
         """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""

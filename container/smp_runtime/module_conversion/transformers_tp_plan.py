@@ -79,14 +79,10 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
         expression = _compiled(pattern)
         paths = [path for path in modules if expression.fullmatch(path)]
         if is_scripts and not paths:
-            names = ", ".join(path for path, part in modules.items() if is_linear(part)) or "none"
-            raise SMPUserError(
-                f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
-                f"maps are {names}",
-                code="SMP307",
-            )
+            raise _error_without_module(pattern, module)
         splits_parameter = not paths and _names_parameter(module, pattern)
-        if style in _LATER or (style in _LINEAR and splits_parameter):
+        stays_whole = style in _LATER or (style in _LINEAR and splits_parameter)
+        if stays_whole:
             for path in paths or [pattern]:
                 left.update(_parents(path, modules))
         elif style in _LINEAR:
@@ -94,6 +90,16 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
             found.update(_splits_of(parts, style, is_scripts=is_scripts))
     # Modules beside those with such styles stay whole too, since they take one another's results.
     return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}
+
+
+def _error_without_module(pattern: str, module: nn.Module) -> SMPUserError:
+    linear_maps = [path for path, part in module.named_modules() if is_linear(part)]
+    names = ", ".join(linear_maps) or "none"
+    return SMPUserError(
+        f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
+        f"maps are {names}",
+        code="SMP307",
+    )
 
 
 def _splits_of(parts: Mapping[str, nn.Module], style: str, *, is_scripts: bool) -> dict[str, LinearSplit]:

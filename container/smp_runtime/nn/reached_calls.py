@@ -82,13 +82,14 @@ class ReachedCalls:
         if step.microbatch is None or step.is_tracing:
             return
         # A recomputed module runs inside backward, and was recorded in its forward pass.
-        is_forward = torch.is_grad_enabled() and backward_pass() == -1
-        if not is_forward:
+        is_recomputed = backward_pass() != -1
+        if is_recomputed or not torch.is_grad_enabled():
             return
         if step.microbatch != self._microbatch:
             self.begin(step.microbatch)
         for leaf in leaves_of([output]):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            has_graph = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+            if has_graph:
                 edge = get_gradient_edge(leaf)
                 self._results.append(_Result(path, edge, leaf.shape, leaf.dtype, leaf.device))
 

@@ -91,7 +91,8 @@ class _ParameterGather:
                 with torch.cuda.stream(self._stream):  # later work on that stream must wait too
                     self._work.wait()
             for refer in self._parameters:
-                if (parameter := refer()) is not None:
+                parameter = refer()
+                if parameter is not None:
                     _make_plain(parameter)
             self._work = self._kept = None
         self._end(self)

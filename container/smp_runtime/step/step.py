@@ -20,8 +20,7 @@ from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, pro
 from smp_runtime.step.last_microbatch import LastMicrobatch
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
 from smp_runtime.tensors.determinism import explain_operations
-from smp_runtime.tensors.nested import leaves_of
-from smp_runtime.tensors.torch_private import tree_map
+from smp_runtime.tensors.nested import clone_inference_tensors, leaves_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -290,12 +289,8 @@ def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial
     Tensors of inference mode do not record whether they were changed, which a pipeline checks. The pipeline's
     threads run without gradients then, which gives the same results.
     """
-
-    def plain(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
-
     with torch.inference_mode(False):
-        args, kwargs = tree_map(plain, (microbatch.args, microbatch.keywords))
+        args, kwargs = clone_inference_tensors((microbatch.args, microbatch.keywords))
     return functools.partial(microbatch.func, *args, **kwargs)
 
 

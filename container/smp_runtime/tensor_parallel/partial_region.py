@@ -90,12 +90,12 @@ class OwnExperts:
         def mine(value: Any) -> Any:
             if value is choices:
                 return (choices - first).masked_fill(elsewhere, here)
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                if value.shape == choices.shape:
-                    return value.masked_fill(elsewhere, 0.0)
-                if value.shape == (choices.shape[0], self._experts):
-                    return value.narrow(1, first, here)
-            return value
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            if value.shape == choices.shape:
+                return value.masked_fill(elsewhere, 0.0)
+            has_all_experts = value.shape == (choices.shape[0], self._experts)
+            return value.narrow(1, first, here) if has_all_experts else value
 
         return tuple(map(mine, args)), {name: mine(value) for name, value in kwargs.items()}
 

@@ -18,7 +18,7 @@ from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.collectives import gather_slices, scatter_summed, sum_partials, use_replicated
 from smp_runtime.tensor_parallel.group import TensorGroup, join
 from smp_runtime.tensor_parallel.traced import traced_group
-from smp_runtime.tensors.nested import rows_of
+from smp_runtime.tensors.nested import cast_as_autocast, rows_of
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 if TYPE_CHECKING:
@@ -162,15 +162,6 @@ class _Rows(torch.autograd.Function):
         return dx, None, None, dw, db
 
 
-def _cast(*tensors: Any) -> list[Any]:
-    """Cast a linear map's tensors as autocast would; inside an autograd function it only sees forward."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
-
-
 def multiply_columns(
     x: torch.Tensor,
     group: TensorGroup,
@@ -194,7 +185,7 @@ def multiply_columns(
             (F.linear if product is None else product)(full, weight, bias)
             for product, weight, bias in zip(products, weights, biases, strict=True)
         )
-    x, *rest = _cast(x, *weights, *biases)
+    x, *rest = cast_as_autocast(x, *weights, *biases)
     return _Columns.apply(x, group, dim, len(weights), *rest)
 
 
@@ -231,7 +222,7 @@ def multiply_rows(
         partial = multiply(x, weight, None)
         output = sum_partials(partial, group) if dim is None else scatter_summed(partial, group, dim)
         return output if bias is None else output + bias.to(output.dtype)
-    x, weight, bias = _cast(x, weight, bias)
+    x, weight, bias = cast_as_autocast(x, weight, bias)
     return _Rows.apply(x, group, dim, weight, bias)
 
 

@@ -124,3 +124,25 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 def copy_tensors(value: Any) -> Any:
     """Return an object with its tensors copied, so that none of them is in a mapped file."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def clone_inference_tensors(value: Any) -> Any:
+    """Return a structure with copies of its tensors of inference mode, made as the mode is now.
+
+    Pipelines check whether tensors were changed, and tensors of inference mode do not record that.
+    """
+
+    def clone(leaf: Any) -> Any:
+        is_of_inference = isinstance(leaf, torch.Tensor) and leaf.is_inference()
+        return leaf.clone() if is_of_inference else leaf
+
+    return tree_map(clone, value)
+
+
+def cast_as_autocast(*tensors: Any) -> list[Any]:
+    """Cast a linear map's tensors as autocast would; inside an autograd function it only sees forward."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]

@@ -193,8 +193,11 @@ def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> boo
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in greatest:
         by_device.setdefault(each.device, []).append(each)
-    # One wait for each device.
-    return all(bool(torch.stack(each).double().le(_ORDINARY).all()) for each in by_device.values())
+    for numbers in by_device.values():
+        are_ordinary = torch.stack(numbers).double().le(_ORDINARY).all()
+        if not are_ordinary:  # one wait for each device
+            return False
+    return True
 
 
 def _has_range(tensor: torch.Tensor) -> bool:

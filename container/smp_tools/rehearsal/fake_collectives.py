@@ -259,11 +259,13 @@ class AbsentCollectives:
         self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, sizes: Sizes | None = None
     ) -> Work:
         """See :class:`Collectives`."""
-        if sizes is None and sent.nbytes <= PERFORMED_BYTES:
-            with perform_unwatched():
+        moved = sent if sizes is None else received
+        if moved.nbytes > PERFORMED_BYTES:
+            return _FinishedWork(received, sent)
+        with perform_unwatched():
+            if sizes is None:
                 received.detach().copy_(sent.detach())
-        elif sizes is not None and received.nbytes <= PERFORMED_BYTES:
-            with perform_unwatched():
+            else:
                 received.detach().zero_()  # others send other shapes; memory that was used before may hold any number
         return _FinishedWork(received, sent)
 

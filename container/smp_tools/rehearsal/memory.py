@@ -193,10 +193,9 @@ class LiveMemory:
         """Set the kind of tensors that are alive now."""
         with self._lock:
             for tensor in tensors:
-                if tensor is None or tensor.is_meta:
+                if tensor is None or tensor.is_meta or tensor.layout is not torch.strided:
                     continue
-                is_strided = tensor.layout is torch.strided
-                entry = self._alive.get(storage_key(tensor)) if is_strided else None
+                entry = self._alive.get(storage_key(tensor))
                 if entry is not None:
                     entry.kind = kind
 

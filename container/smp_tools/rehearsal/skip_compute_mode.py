@@ -174,11 +174,12 @@ class SkipComputeMode(TorchDispatchMode):
                 return function(*args, **kwargs)  # stand-ins of other stages, and sparse gradients, which are small
             given += tensor.nbytes
         limit = self._limit or 0
+        is_large = given > limit
         if plan.is_dynamic and not _picks_by_number(function, args):
-            return function(*args, **kwargs) if given <= limit else self._unknown(function, args)
+            return self._unknown(function, args) if is_large else function(*args, **kwargs)
         if _device_of(kwargs) not in (None, "cpu"):
             return function(*args, **kwargs)
-        if plan.mutates and given > limit and not any(place is None for place in plan.written):
+        if plan.mutates and is_large and None not in plan.written:
             return self._written(plan, args, kwargs)
         shapes = self._known_shapes(function, args, kwargs)
         if shapes is _UNKNOWN or given + _bytes(shapes) <= limit:
@@ -305,10 +306,11 @@ def _meta(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     if isinstance(value, dict):
         return {name: _meta(one) for name, one in value.items()}
-    if not isinstance(value, tuple | list):
-        return value
-    parts = [_meta(one) for one in value]
-    return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, list):
+        return [_meta(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple([_meta(one) for one in value])
+    return value
 
 
 def _shape(leaf: Any) -> Any:

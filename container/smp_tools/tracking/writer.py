@@ -144,7 +144,8 @@ class Writer:
         for each in list(self._loggers):
             if points:
                 self._safely(each, functools.partial(each.write, points))
-            if flush and each in self._loggers:
+            is_still_used = each in self._loggers  # a logger that has failed is not asked again
+            if flush and is_still_used:
                 self._safely(each, each.flush)
 
     def _safely(self, each: Logger, call: Callable[[], None]) -> None:

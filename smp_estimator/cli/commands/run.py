@@ -137,7 +137,7 @@ def run(
         settings["output_path"] = address_of(output)
     if checkpoints:
         settings["checkpoint_s3_uri"] = address_of(checkpoints)
-    _tell_of_shell(has_checkpoints=bool(checkpoints))
+    _report_shell_variables(has_checkpoints=bool(checkpoints))
     if arguments:
         environment[SCRIPT_ARGUMENTS_VARIABLE] = json.dumps(arguments)
     if environment:
@@ -245,14 +245,15 @@ def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def _tell_of_shell(*, has_checkpoints: bool) -> None:
+def _report_shell_variables(*, has_checkpoints: bool) -> None:
     """Report which ``SMP_*`` variables of the shell the job does not get; it gets all others."""
     left_out = [name for name in sorted(os.environ) if name.startswith("SMP_") and is_foreign(name)]
     if has_checkpoints and _CHECKPOINTS_VARIABLE in left_out:
         left_out.remove(_CHECKPOINTS_VARIABLE)
     if not left_out:
         return
-    folder = "; --checkpoints DIR names the folder" if _CHECKPOINTS_VARIABLE in left_out else ""
     them = "them" if len(left_out) > 1 else "it"
-    names = ", ".join(left_out)
-    click.echo(f"not taken from this shell, since the launcher sets {them}: {names}{folder}")
+    line = f"not taken from this shell, since the launcher sets {them}: {', '.join(left_out)}"
+    if _CHECKPOINTS_VARIABLE in left_out:
+        line += "; --checkpoints DIR names the folder"
+    click.echo(line)

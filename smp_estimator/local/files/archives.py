@@ -53,8 +53,8 @@ def read_archive(path: Path) -> Iterator[tarfile.TarFile]:
         raise
     except _BROKEN as error:
         raise ConfigError(
-            f"{path} is no readable archive: {_said(error)}; it has {_size(path)}, and may have been cut or changed on its way: "
-            "make or fetch it again",
+            f"{path} is no readable archive: {_describe(error)}; it has {_size(path)}, and may have been cut or changed on its "
+            "way: make or fetch it again",
             code="SMP114",
         ) from error
 
@@ -82,7 +82,7 @@ def unpack(path: Path, target: Path, where: str) -> None:
     except _BROKEN as error:
         _empty(target)
         raise ConfigError(
-            f"{where} cannot be unpacked: {_said(error)}; make it again with tar czf", code="SMP114"
+            f"{where} cannot be unpacked: {_describe(error)}; make it again with tar czf", code="SMP114"
         ) from error
 
 
@@ -119,7 +119,8 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
         return "which lies outside"
     if member.size < 0:
         return "whose size is below 0"
-    if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+    is_link = member.issym() or member.islnk()
+    if not is_link and not member.isreg() and not member.isdir():
         return "which is neither a file, a folder nor a link"
     if name in kinds and not member.isdir():
         return "a second time"
@@ -184,5 +185,6 @@ def _size(path: Path) -> str:
         return "no size"
 
 
-def _said(error: BaseException) -> str:
-    return f"{getattr(error, 'strerror', None) or str(error)[:300] or type(error).__name__}"
+def _describe(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error)[:300]
+    return str(text or type(error).__name__)

@@ -75,13 +75,14 @@ class Devices:
 
     def index(self, device: Any = None) -> int:
         """Return the index of a device in any form that PyTorch accepts; None means the thread's current device."""
-        if device is None or isinstance(device, int):
-            number = self.thread.device if device is None or device < 0 else device
-        else:
+        number = device
+        if device is not None and not isinstance(device, int):
             known = torch.device(device)
             if known.type != "cuda":
                 raise ValueError(f"expected a cuda device, but got: {device}")
-            number = self.thread.device if known.index is None else known.index
+            number = known.index
+        if number is None or number < 0:
+            number = self.thread.device
         if not 0 <= number < self.count:
             raise CudaCallError(f"CUDA error: invalid device ordinal ({number}; {self.count} emulated devices)")
         return number

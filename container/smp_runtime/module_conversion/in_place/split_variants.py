@@ -149,11 +149,14 @@ def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[Spl
     if is_divisible(block, unit, size) is None:
         yield unit, None
     rows = [path for path, how in unit.leaves.items() if not how.columns]
-    has_layout = any(any((how.joins, how.pieces, how.runs)) for how in unit.leaves.values())
+    has_layout = any(how.joins or how.pieces or how.runs for how in unit.leaves.values())
     if len(rows) != 1 or has_layout:
         return
-    width = features_of(block.get_submodule(rows[0]))[0]
-    outputs = {path: features_of(block.get_submodule(path))[1] for path, how in unit.leaves.items() if how.columns}
+    width, _ = features_of(block.get_submodule(rows[0]))
+    outputs = {}
+    for path, how in unit.leaves.items():
+        if how.columns:
+            _, outputs[path] = features_of(block.get_submodule(path))
     pieces = _pieces(outputs, width)
     is_packed = any(len(found) > 1 for found in pieces.values())
     if is_packed:

@@ -151,7 +151,8 @@ def _has_nothing(node: ModuleNode, traced: bool) -> bool:
         return True
     if not traced or node.calls:
         return False
-    return not any(inner.calls or inner.parameters for inner in node.walk())
+    is_used_inside = any(inner.calls or inner.parameters for inner in node.walk())
+    return not is_used_inside
 
 
 def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[PlaceableUnit]:

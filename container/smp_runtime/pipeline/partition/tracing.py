@@ -378,11 +378,11 @@ def _function_around() -> str | None:
     while frame is not None and calls < 2:  # the second is the call of the module around
         code = frame.f_code
         calls += frame.f_globals is globals() and code.co_name == "_call"
-        if code.co_name == "forward" and code.co_argcount:
-            context: Any = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx):
-                name = type(context).__name__.removesuffix("Backward")
-                return None if name == CheckpointFunction.__name__ else name
+        is_method = code.co_name == "forward" and code.co_argcount > 0
+        context: Any = frame.f_locals.get(code.co_varnames[0]) if is_method else None
+        if isinstance(context, FunctionCtx):
+            name = type(context).__name__.removesuffix("Backward")
+            return None if name == CheckpointFunction.__name__ else name
         frame = frame.f_back
     return None
 
