@@ -42,7 +42,7 @@ def show_value(value: Any) -> str:
     """
     try:
         text = repr(value)
-    except Exception as error:
+    except Exception as error:  # of the value's own class; it is shown in a message about something else
         return f"{kind_of(value)} that cannot be written out ({type(error).__name__})"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

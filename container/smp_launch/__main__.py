@@ -70,7 +70,7 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
             code, cause = CANNOT_START, Cause(f"the job cannot go on: {why}")
         else:
             code, cause = _itself(error)
-    except Exception as error:
+    except Exception as error:  # of this program itself: the job still gets a failure file
         code, cause = _itself(error)
     if cause is not None:
         write_own_line(f"failed: {cause.headline}")

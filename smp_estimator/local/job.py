@@ -138,6 +138,7 @@ class ProcessJob:
             kill_job(self._token, self._sessions())
             self.log.close()
             raise
+        # No daemon: the job goes on if the notebook's cell ends, and Python waits at its end until the job has been packed.
         threading.Thread(target=self._watch, name=f"job-{self.name}").start()
 
     def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
@@ -212,7 +213,7 @@ class ProcessJob:
             for bootstrap in self._bootstraps.values():
                 bootstrap.release(timeout_seconds=2.0)
             self._finish()
-        except Exception as error:
+        except Exception as error:  # on a thread: without a status, whoever waits for the job would wait forever
             logger.exception("job %s", self.name)
             said = full_disk(error, Path(getattr(error, "filename", None) or self.tree.root)) or type(error).__name__
             kept = f"what it had written lies in {self.tree.root}"
@@ -358,7 +359,7 @@ class ProcessJob:
         """Pack the output data of a failed job, as the service does; an error here must not hide the failure's cause."""
         try:
             self._pack_output()
-        except Exception as error:
+        except Exception as error:  # of the storage, which may raise anything
             logger.warning("job %s: what it wrote to its output data is not delivered: %s", self.name, error)
 
     def _reason(self) -> str:

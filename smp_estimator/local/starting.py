@@ -98,7 +98,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
             job = ProcessJob(
                 name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}"
             )
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: no one knows of the folder yet
             note_room(error, tree.root)
             shutil.rmtree(tree.root, ignore_errors=True)
             raise
@@ -118,7 +118,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
                 session=session,
             )
             job.start()
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: no caller has the job yet, to end it
             note_room(error, tree.root)
             job.discard()
             raise

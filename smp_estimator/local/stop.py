@@ -57,6 +57,7 @@ def _ps_table() -> list[Process]:
 
     The process group is used in place of the session; orphans outside it are then not found.
     """
+    # With a deadline: this runs while a job is being stopped, and must not block that.
     listing = subprocess.run(
         ["ps", "-axo", "pid=,ppid=,pgid=,stat="], capture_output=True, text=True, timeout=10, check=False
     ).stdout

@@ -28,6 +28,7 @@ class BackwardThread:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._passes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # One thread for all passes, as autograd has one per device: their order is that of their calls.
         self._thread = threading.Thread(target=self._serve, name="emulated-backward", daemon=True)
         self._thread.start()
 

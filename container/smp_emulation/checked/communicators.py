@@ -59,6 +59,7 @@ class CollectiveThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
+        # A daemon: a collective that never ends must not keep the process alive.
         threading.Thread(target=self._serve, name="emulated-collectives", daemon=True).start()
 
     def begin(self, job: Callable[[], None]) -> Callable[[Callable[..., None]], None]:

@@ -44,6 +44,7 @@ class Contexts:
     def __init__(self, count: int, environ: MutableMapping[str, str] | None = None) -> None:
         self._count = count
         self._environ = os.environ if environ is None else environ
+        # Any thread may use a device first.
         self._lock = threading.Lock()
         self._chosen: int | None = None
         self.heard: Callable[[str], None] = lambda sentence: None

@@ -117,7 +117,7 @@ def show(error: BaseException, rank: int = 0, *, marked: bool = False) -> None:
     try:
         with contextlib.redirect_stderr(said) if marked or not first else contextlib.nullcontext():
             sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as second:
+    except BaseException as second:  # of a hook of the script's, reported as Python does
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exception(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
@@ -202,7 +202,7 @@ def _flush(file: io.IOBase) -> None:
         if not file.closed and file.writable():
             file.flush()
     except Exception:
-        pass  # the script or a library owns this file, which may be in any state
+        pass  # the file is the script's or a library's, in any state; the other files must still be flushed
 
 
 def _flush_streams() -> None:

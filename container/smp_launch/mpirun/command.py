@@ -138,6 +138,7 @@ class OpenMpi:
                 code="SMP202",
             )
         try:
+            # With a deadline and no input: whatever is called mpirun on this host runs here.
             said = subprocess.run(
                 [found, "--version"],
                 capture_output=True,

@@ -65,7 +65,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
         if length > _MOST_BYTES:
             raise ValueError(f"a message of {length:,} bytes")
         return json.loads(_exactly(connection, length)), descriptors
-    except BaseException:
+    except BaseException:  # received descriptors are open in this process, and no one else would close them
         for descriptor in descriptors:
             os.close(descriptor)
         raise

@@ -93,7 +93,7 @@ def run_to_end(place: RankPlace, enter: Callable[[], Program], wrapper: Wrapper)
             if standby and place.rank == 0:
                 _report_later(standby, wrapper, environ, program)
             _run_python(program)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: how the script has ended is decided below
         failed = error
     else:
         return 0
@@ -167,6 +167,7 @@ def _translate_stop_signal() -> None:
             signal.sigwait({signal.SIGUSR2})
             signal.pthread_kill(main_thread, signal.SIGTERM)
 
+    # A daemon, since it waits for a signal that may never come.
     threading.Thread(target=translate, daemon=True, name="stop-signal").start()
 
 

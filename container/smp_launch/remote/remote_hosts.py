@@ -177,7 +177,7 @@ class RemoteHosts:
         followers = cls(client.agent, _connections=[_Connection(host) for host in hosts])
         try:
             followers._reach(client, stop, hosts_patience(environ), read_port(environ))
-        except BaseException:
+        except BaseException:  # also a stop: hosts that were reached must not wait for a leader that gives up
             followers.__exit__()
             raise
         return followers

@@ -74,6 +74,7 @@ def _run(words: list[str], stop: StopRequests, environ: Mapping[str, str]) -> tu
     read, write = os.pipe()
     command = [sys.executable, "-m", "smp_launch.sagemaker.toolkit", str(write), *words]
     with os.fdopen(read, "rb") as report, selectors.DefaultSelector() as selector:
+        # A child, so that this process imports nothing of the toolkit, and a stop can end pip.
         process = subprocess.Popen(
             command, env=dict(environ), stdin=subprocess.DEVNULL, pass_fds=[write], start_new_session=True
         )
@@ -119,7 +120,7 @@ def run_child(arguments: Sequence[str]) -> int:
             modules.install(folder, capture_error=True)  # the package, and its requirements file too
         elif os.path.isfile(os.path.join(folder, _REQUIREMENTS_FILE)):
             modules.install_requirements(folder, capture_error=True)
-    except Exception as error:
+    except Exception as error:  # of the platform's code, which may raise anything: the parent reports it with the task
         reason = f"{task}\n{type(error).__name__}: {error}"
         os.write(int(report), reason.encode("utf-8", "replace")[:_REASON_BYTES])
         return 1

@@ -165,6 +165,7 @@ class Supervisor:
                 try:
                     self._attend()
                 finally:
+                    # Nothing of this attempt may live on: the next one needs its GPUs and ports.
                     left = kill_descendants(self.spare, self.apart)
                     self._process.wait()
                     reap({*self.apart, *self.spare})

@@ -282,7 +282,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         report = json.load(file)
     try:
         why_not = make_ready(report, listener)
-    except BaseException as error:
+    except BaseException as error:  # the script's packages may raise anything, or exit; the wrappers get the reason
         why_not = f"its imports failed: {type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()  # collections of forks leave it alone, so that its pages stay shared

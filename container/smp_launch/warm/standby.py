@@ -91,6 +91,7 @@ def keep_standby(
         try:
             listener.bind(str(folder / _SOCKET))
             listener.listen(_BACKLOG)
+            # A session of its own: signals for the job must not end it between two attempts.
             process = subprocess.Popen(
                 isolated.isolated_command("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getpid())),
                 env=dict(environ),
@@ -108,5 +109,6 @@ def keep_standby(
         try:
             yield Standby(str(folder / _SOCKET), (process.pid,))
         finally:
+            # Its session is its own, so no signal to this one would end it.
             process.kill()
             process.wait()

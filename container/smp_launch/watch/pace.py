@@ -91,6 +91,7 @@ def gpu_shares(pids: Collection[int]) -> dict[int, float]:
 
 def _asked(query: str) -> Iterator[tuple[str, str]]:
     try:
+        # With a deadline: the tool of a broken driver may never return.
         answer = subprocess.run(
             ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,

@@ -85,7 +85,7 @@ def call_whole(
         try:
             with _on_all_ranks(model, ranks), run_eagerly():
                 outcomes = [_run(model, ranks, name, function, turn) for turn in turns]
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the next step must not find this one open
             model.abandon_step()
             raise
         model.finish_step()

@@ -40,7 +40,7 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
         made: nn.Module = copy.deepcopy(module, memo)
         for part in made.modules():
             _settle(part, memo)
-    except Exception as error:
+    except Exception as error:  # code of any class on the module may raise anything
         raise SMPUserError(
             f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied "
             f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead",
@@ -66,7 +66,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
         made: nn.Module = copy.deepcopy(module, memo)
         for part in made.modules():
             _settle(part, memo)
-    except Exception as error:
+    except Exception as error:  # code of any class on the module may raise anything
         raise SMPUserError(
             f"the {type(module).__name__} inside smp.DistributedModel cannot be copied ({type(error).__name__}: {error}); load "
             "model.state_dict() into an unwrapped model instead",

@@ -38,6 +38,7 @@ class ReshapeRequests:
     def __init__(self, session: Session, folder: Path) -> None:
         self._session = session
         self._folder = folder
+        # Ends the thread's pause at once when the job is closed.
         self._over = threading.Event()
         self._agreement = self._agreed_anew()
         if session.ranks.rank == 0:

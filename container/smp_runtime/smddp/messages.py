@@ -118,7 +118,7 @@ class MessageGather:
             here = here and not self.scratch.in_use
             try:
                 gather = self._begin(item, work)
-            except BaseException as error:
+            except BaseException as error:  # no all-gather after it can complete
                 self.fail(error)
                 raise
             if not here:
@@ -134,7 +134,7 @@ class MessageGather:
                 item, work = self._later.popleft()
                 try:
                     self._hand_over(self._begin(item, work))
-                except BaseException as error:
+                except BaseException as error:  # likewise; the caller has gone on, and sees it in its work
                     self.fail(error)
                     work.finish(self.failure(error))
 
@@ -295,7 +295,7 @@ def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Pendi
 def _finish(owner: MessageGather, gather: _PendingAllGather) -> None:
     try:
         owner.pass_on(gather)
-    except BaseException as error:
+    except BaseException as error:  # on a thread of its own: whoever waits for the work raises it
         owner.fail(error)
         gather.work.finish(owner.failure(error))
     else:

@@ -141,7 +141,7 @@ class StepFunction:
             model.begin_step()
         try:
             returned = [ranks.step.leave(result) for result in self._run(session, models, microbatches, own)]
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the next step must not find gradients and windows of this one
             for model in models:
                 model.abandon_step()
             raise

@@ -173,7 +173,7 @@ class ModuleWatch:
         """Call one of the methods above, and report what it raises."""
         try:
             handle(*what)
-        except Exception as error:
+        except Exception as error:  # a hook that raised would end the training that it only watches
             self._failed(error)
 
     def _listens(self) -> bool:

@@ -130,6 +130,7 @@ def _fork_all(request: RehearsalRequest, words: Sequence[str], *, last: bool = F
         # Forked, since a new interpreter would import PyTorch once more for each kind of rank.
         child = os.fork()
         if child == 0:
+            # Never back into the parent's code: the child leaves by os._exit(), with its output written.
             os.close(writes)
             code = _FAILED
             try:
@@ -239,7 +240,7 @@ class _Kind:
         except SystemExit as left:
             if left.code not in (None, 0):
                 return self._failed(left)
-        except BaseException as error:
+        except BaseException as error:  # of the script: reported as the failure of this kind of rank
             return self._failed(error)
         return self._finish()
 
@@ -273,7 +274,7 @@ class _Kind:
             self._heard.leave(self._rank, self._request.folder)
         try:
             sessions.shutdown()
-        except Exception as error:
+        except Exception as error:  # the report is complete, and is not lost over this
             print(f"rehearsal: leaving the job failed: {error}", file=sys.stderr)
         return _DONE
 

@@ -92,7 +92,7 @@ class RankProfile:
                 torch.cuda.synchronize(self._session.ranks.device)  # kernels of the last step belong to it
             running.stop()
             self._write(running)
-        except Exception as error:
+        except Exception as error:  # a profile that cannot be written must not end the training
             logger.warning(
                 "rank %d: the profile cannot be written to %s: %s", self._session.ranks.rank, self._folder, error
             )

@@ -134,7 +134,7 @@ class Writer:
     def _regular_point(self) -> list[MetricPoint]:
         try:
             values = dict(self._regular())
-        except Exception as error:
+        except Exception as error:  # trackers must not end the training
             logger.warning("trackers get nothing of the ranks' memory any more: %s: %s", type(error).__name__, error)
             self._regular = dict
             return []
@@ -151,7 +151,7 @@ class Writer:
     def _safely(self, each: Logger, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # of a tracker's own package; likewise
             self._loggers.remove(each)
             logger.warning(
                 "%s gets no more points, since it failed: %s: %s; the training goes on, and the log has its lines",

@@ -45,7 +45,7 @@ def main() -> None:
                 install(find_missing(file.read().split()))
             entry.prefer(entry.unpack_wheel(entry.wheel_in(here)))
         _launch()
-    except BaseException as error:
+    except BaseException as error:  # the platform shows a job only what its failure file says
         _tell(error)
         sys.exit(1)
 
@@ -73,6 +73,7 @@ def install(requirements: list[str]) -> None:
         return
     print(f"[smp] installing what the image lacks: {' '.join(requirements)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *requirements]
+    # No deadline: an index may be slow, and the platform limits the whole job.
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise entry.ImageError(

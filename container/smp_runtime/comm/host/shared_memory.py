@@ -244,6 +244,7 @@ class Neighbour(_Words):
         weakref.finalize(self, os.close, self._process)
         self._found: dict[tuple[int, int], Published] = {}
         self._seen = 0
+        # Groups of this rank may run on several threads, and all read one list of what the other rank publishes.
         self._lock = threading.Lock()
 
     def published(self, group: int, place: int, nbytes: int) -> Published:

@@ -111,7 +111,7 @@ class _OtherUses(TorchFunctionMode):
             try:
                 with self, _WithoutMemory():
                     model(**arguments) if isinstance(arguments, dict) else model(*arguments)
-            except Exception:
+            except Exception:  # the model does not take arguments of this form
                 self.running.clear()
                 continue
             return self.shapes
@@ -244,7 +244,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
     """Return a copy of a model in evaluation mode, with the replacements in ``memo`` by ``id``; None if it fails."""
     try:
         copied = copy.deepcopy(model, memo).eval()
-    except Exception:
+    except Exception:  # a class may copy itself by any code; without a copy nothing is proven, and nothing split
         return None
     for config in (vars(part).get("config") for part in copied.modules()):
         # Training uses no cache, and a cache holds results that the block computes.
@@ -293,7 +293,7 @@ def _guessed_call(block: nn.Module) -> BlockCall | None:
             x = torch.randn(shape, dtype=torch.float64, device="cpu", requires_grad=True)
             try:
                 copied.double()(x)
-            except Exception:
+            except Exception:  # the block does not take an input of this shape
                 continue
             return BlockCall((x,), {})
     return None

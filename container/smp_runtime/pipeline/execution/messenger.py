@@ -223,7 +223,7 @@ class Messenger:
     def _handle(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
         try:
             self._handlers[type(message)](sender, message, tensors)
-        except Exception as error:
+        except Exception as error:  # the alarm raises it on the script's thread, which waits for the step
             self._alarm.raised(error, f"(a message from stage {sender})")
 
 

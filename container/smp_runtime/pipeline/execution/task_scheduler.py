@@ -83,6 +83,7 @@ class TaskScheduler:
         self._threads: list[threading.Thread] = []
         self._spare = 0
         self._live = 0
+        # Shares the pipeline's lock, since the counts that it waits for change under that lock.
         self._all_ended = threading.Condition(lock)
         self._local = threading.local()
         self.is_aborted = False
@@ -426,7 +427,7 @@ class TaskScheduler:
         if post is not None:
             try:
                 post()
-            except Exception as failure:
+            except Exception as failure:  # no caller is left on this thread to raise it to
                 with self._lock:
                     self._failed(failure, task.label)
         return following
@@ -443,7 +444,7 @@ class TaskScheduler:
                     task.work(task)
         except Abandoned:
             pass
-        except BaseException as error:
+        except BaseException as error:  # the caller decides, under the lock, whether it fails the step
             return error
         return None
 

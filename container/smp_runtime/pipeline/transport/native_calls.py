@@ -27,6 +27,7 @@ def start_call(call: Callable[[], None], name: str) -> threading.Thread | None:
     afterwards is left out: the end of the process frees all that it would have freed.
     """
     thread = threading.Thread(target=call, name=name, daemon=True)
+    # Check and start are one: after the interpreter has begun to wait, no call may start.
     with _lock:
         if _is_over.is_set():
             return None

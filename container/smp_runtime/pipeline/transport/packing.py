@@ -69,7 +69,7 @@ def _pack(tree: Any, modules: Mapping[int, str]) -> Packed:
             return _packed(tree, modules, arguments, shared=False)
         except _SharedObject:
             return _packed(tree, modules, arguments, shared=True)
-    except Exception as error:
+    except Exception as error:  # pickling runs code of any class, which may raise anything
         where, culprit, cause = _find_culprit(tree, modules) or ("the value", tree, error)
         raise SMPUserError(
             f"{where} is a {_type_name(culprit)}, which cannot travel to another stage ({_first_line(cause)}); what a module "
@@ -289,7 +289,7 @@ def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exce
         try:
             _packed(obj, modules, None, shared=True)
             return None
-        except Exception as error:
+        except Exception as error:  # likewise
             seen.add(id(obj))
             inside = (found for label, child in _parts(obj) if (found := search(where + label, child)))
             return next(inside, (where, obj, error))

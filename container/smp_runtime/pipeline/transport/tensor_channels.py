@@ -458,7 +458,7 @@ def open_channel(channel: GroupChannel, name: str, ends: tuple[int, int], second
             use_device(channel.device)
             channel.open(name, deadline)
             outcome.put(None)
-        except BaseException as error:
+        except BaseException as error:  # raised by the thread that waits for the outcome
             outcome.put(error)
 
     # On its own thread, because a group that is connecting cannot be interrupted at the deadline.

@@ -58,10 +58,6 @@ def _is_over(peer: Peer) -> bool:
     return peer.closed or peer.broken is not None
 
 
-def _has_work(peer: Peer) -> bool:
-    return bool(peer.backlog) or peer.nudged or _is_over(peer)
-
-
 class StageFailed(SMPRuntimeError):
     """The error of a stage that has reported a failure; ``words``: the result of its ``on_failed``."""
 
@@ -142,7 +138,7 @@ class PipelineTransport:
         self._afterthought = afterthought
         self._delay = delay
         self._closed = False
-        self._failing = threading.Lock()
+        self._failing = threading.Lock()  # sender and receiver threads may fail at once: the first failure is reported
         self._failed = False
         self.bytes_sent = dict.fromkeys(range(len(ranks)), 0)
         self.messages_sent = dict.fromkeys(range(len(ranks)), 0)
@@ -155,6 +151,7 @@ class PipelineTransport:
         _open_transports.add(self)
         for peer in self._peers.values():
             for work, name in ((self._receive, "from"), (self._work_off, "to")):
+                # Two threads per peer: if a blocked write kept a rank from reading, two ranks could wait for each other.
                 threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
 
     def send(self, stage: int, head: Any, tensors: Sequence[torch.Tensor] = (), *, copy: bool = True) -> None:
@@ -340,7 +337,7 @@ class PipelineTransport:
                     peer.write([goodbye], [True])
         try:
             self.flush(_CLOSE_SECONDS_LEFT)
-        except Exception as error:
+        except Exception as error:  # the other connections still have to be closed
             logger.warning("closing the transport of stage %d: %s", self.stage, error)
         for peer in self._peers.values():
             peer.close()
@@ -353,13 +350,13 @@ class PipelineTransport:
         try:
             use_device(self._device)
             self._drain(peer)
-        except BaseException as error:
+        except BaseException as error:  # else this thread would end unseen, and other stages would wait
             self._fail(error, f"sending to stage {peer.stage}")
 
     def _drain(self, peer: Peer) -> None:
         while True:
             with peer.changed:
-                peer.changed.wait_for(lambda: _has_work(peer))
+                peer.changed.wait_for(lambda: bool(peer.backlog) or peer.nudged or _is_over(peer))
                 nudged, peer.nudged = peer.nudged, False
                 # The backlog is still sent after this side's goodbye.
                 if not peer.backlog and _is_over(peer):
@@ -458,7 +455,7 @@ class PipelineTransport:
         words = "its own log says why"
         try:
             words = self._on_failed(error, doing)
-        except Exception:
+        except Exception:  # the other stages must hear of the failure all the same
             logger.exception("handling an error failed, which was: %r", error)
         body = pickle.dumps(words, protocol=5)
         for peer in self._peers.values():
@@ -467,13 +464,13 @@ class PipelineTransport:
     def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
         try:
             self._on_message(peer.stage, head, tensors)
-        except Exception as error:
+        except Exception as error:  # the handlers are the pipeline's; this thread goes on reading
             self._report(peer, error)
 
     def _report(self, peer: Peer, error: BaseException) -> None:
         try:
             self._on_lost(peer.stage, error)
-        except Exception:
+        except Exception:  # likewise
             logger.exception("handling the loss of %s failed", peer)
 
     def forget(self) -> None:

@@ -53,6 +53,7 @@ class StagingMemory:
         self._is_pinned = [False] * -(-memory.numel() // WINDOW)
         self._ranges = PinnedRanges(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
+        # Set to end the pinning thread between two windows, since pinning cannot be interrupted.
         self._ends = threading.Event()
 
     @property

@@ -88,6 +88,7 @@ class PlainRun:
         """Go on to the order of the next epoch, which only the ranks show."""
         if self._trial.replay or self._has_batch_function:
             self._end()
+        # A daemon: a script that ends without a second epoch must not wait for it.
         timer = threading.Timer(_SECOND_EPOCH, self._give_up)
         timer.daemon = True
         timer.start()

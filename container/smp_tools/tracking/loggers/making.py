@@ -34,7 +34,7 @@ def make_loggers(names: Sequence[str], run: TrackedRun) -> list[Logger]:
     for name in names:
         try:
             made.append(KINDS[name](run))
-        except Exception as error:
+        except Exception as error:  # of the tracker's own package
             raise SMPUserError(
                 f"the tracker {name} cannot begin: {type(error).__name__}: {error}; it writes into {run.folder}, or where its own "
                 f"variables say: correct these, set {FOLDER_VARIABLE} to a folder that can be written, or leave {name} out",
