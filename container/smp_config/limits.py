@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smp_config.errors import ConfigError, show_value
+from smp_config.formats.values import parse_number
 
 #: Seconds that a rank waits for another.
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
@@ -41,11 +42,8 @@ DEFAULT_THROTTLE = 8
 def timeout_seconds(environ: Mapping[str, str]) -> float:
     """Return the deadline of every wait, in seconds; raise ConfigError unless it is a number above 0."""
     text = environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        value = float(text) if text else DEFAULT_TIMEOUT_SECONDS
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST_SECONDS:  # nor is anything that is not a number
+    value = parse_number(text) if text else DEFAULT_TIMEOUT_SECONDS
+    if value is None or not 0 < value <= MOST_SECONDS:
         raise ConfigError(
             f"{TIMEOUT_VARIABLE} is {show_value(text)}; it counts the seconds that a rank waits for another: set a number "
             "above 0, and "
@@ -64,11 +62,8 @@ def hang_seconds(environ: Mapping[str, str]) -> float | None:
     text = environ.get(HANG_VARIABLE, "")
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
+    value = parse_number(text)
+    if value is None or value < 0:
         raise ConfigError(
             f"{HANG_VARIABLE} is {text!r}; it counts the seconds without progress after which a job hangs: set a number above 0, "
             "or 0 for no watch",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from smp_config.errors import ConfigError, show_value
 from smp_config.formats.strict_json import replace_non_finite
-from smp_config.formats.values import parse_count
+from smp_config.formats.values import parse_count, parse_number
 from smp_config.limits import MOST_EVERY, MOST_RANKS
 
 #: Folder of the records, or 1 for ``numerics`` in the job's output; nothing or 0 for no records.
@@ -305,7 +305,7 @@ class Guards:
             name, _, number = word.partition("=")
             if word == "finite":
                 finite = True
-            elif name == "spike" and (limit := _number(number)) is not None and limit > 1:
+            elif name == "spike" and (limit := parse_number(number)) is not None and limit > 1:
                 spike = limit
             elif name == "replicas" and (count := parse_count(number, MOST_EVERY)) is not None:
                 replicas = count
@@ -318,14 +318,6 @@ class Guards:
                     code="SMP119",
                 )
         return cls(finite, spike, replicas)
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def every_steps(environ: Mapping[str, str]) -> int:

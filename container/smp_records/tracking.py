@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 
 from smp_config.errors import ConfigError, show_value, suggest
-from smp_config.formats.values import parse_count
+from smp_config.formats.values import parse_count, parse_number
 from smp_config.limits import MOST_EVERY
 
 #: Names of trackers joined by commas: ``tensorboard,mlflow``.
@@ -112,11 +112,8 @@ def _positive(environ: Mapping[str, str], name: str, what: str, most: float) -> 
     text = environ.get(name, "")
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= most:
+    value = parse_number(text)
+    if value is None or not 0 < value <= most:
         raise ConfigError(
             f"{name} is {show_value(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}",
             code="SMP122",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from smp_config import ConfigError
@@ -56,8 +56,3 @@ def said_in_v3() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise type(error)(in_words_of_v3(str(error))).of_the_kind_of(error) from None
-
-
-def saying_in_v3(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Wrap a callback for sentences so that they use the names of SDK v3's settings instead of SDK v2's."""
-    return lambda sentence: say(in_words_of_v3(sentence))

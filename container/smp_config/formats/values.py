@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from pathlib import Path
@@ -75,6 +76,15 @@ def parse_dictionary(value: str, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary", code="SMP101")
     return found
+
+
+def parse_number(text: str) -> float | None:
+    """Parse a finite number; return None for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def parse_count(text: str, most: int) -> int | None:

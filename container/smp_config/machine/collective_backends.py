@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 #: What ``ddp_dist_backend`` may be.
 Backend = Literal["auto", "nccl", "smddp", "gloo"]
-CHOICES: tuple[str, ...] = get_args(Backend)
 
 #: Leaves the choice to the job.
 AUTOMATIC: Backend = "auto"

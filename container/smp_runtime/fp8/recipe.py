@@ -98,8 +98,3 @@ def _require_number(name: str, value: Any, least: int, most: int) -> None:
         raise SMPUserError(
             f"{name} is {value!r}, {kind_of(value)}; use a whole number from {least} to {most}", code="SMP321"
         )
-
-
-def is_fp8_recipe(value: Any) -> bool:
-    """Return whether a value is a recipe that can be emulated."""
-    return isinstance(value, DelayedScaling)

@@ -36,16 +36,12 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
     """
     alone = group.alone()
     memo = {id(group): alone, **_instead(module, state)}
-    try:
-        made: nn.Module = copy.deepcopy(module, memo)
-        for part in made.modules():
-            _settle(part, memo)
-    except Exception as error:  # code of any class on the module may raise anything
-        raise SMPUserError(
-            f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied "
-            f"({type(error).__name__}: {error}); load model.state_dict(), called on every rank, into an unwrapped model instead",
-            code="SMP303",
-        ) from error
+    made = _copied(
+        module,
+        memo,
+        f"model.cpu() makes a whole copy of the {type(module).__name__}, but something on it cannot be copied",
+        "load model.state_dict(), called on every rank, into an unwrapped model instead",
+    )
     for part in made.modules():
         become_whole(part)
         if isinstance(part, DistributedModule):
@@ -62,16 +58,21 @@ def plain_copy(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for part in module.modules():
         memo |= {id(value): replacement for value, replacement in _left_out(part)}
+    return _copied(
+        module,
+        memo,
+        f"the {type(module).__name__} inside smp.DistributedModel cannot be copied",
+        "load model.state_dict() into an unwrapped model instead",
+    )
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], problem: str, advice: str) -> nn.Module:
     try:
         made: nn.Module = copy.deepcopy(module, memo)
         for part in made.modules():
             _settle(part, memo)
     except Exception as error:  # code of any class on the module may raise anything
-        raise SMPUserError(
-            f"the {type(module).__name__} inside smp.DistributedModel cannot be copied ({type(error).__name__}: {error}); load "
-            "model.state_dict() into an unwrapped model instead",
-            code="SMP303",
-        ) from error
+        raise SMPUserError(f"{problem} ({type(error).__name__}: {error}); {advice}", code="SMP303") from error
     return made
 
 
