@@ -76,7 +76,7 @@ def _told_late():
     import smdistributed.modelparallel.torch as smp
 
     model = smp.DistributedModel(nn.Linear(2, 2))
-    agreement = model._window._agreement
+    agreement = model._accumulation._agreement
     agreement.open()
     if smp.rank():
         time.sleep(0.2)

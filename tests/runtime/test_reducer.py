@@ -219,7 +219,7 @@ def test_a_rank_without_the_bucket_order_of_the_first_follows_it(ranks):
             model.zero_grad()
             step(_inputs(smp.rank()), path)
             _assert_gradients(model, _expected({0: [[0, 1, 2, 3]], 1: [[3, 2, 1, 0]]}, 2))
-        return model._window.bucket_order
+        return model._accumulation.bucket_order
 
     first, second = ranks(run, 2, config={"ddp": True})
     assert first == second

@@ -154,7 +154,7 @@ class DistributedModel(WrappedModule):
         self._part = part = LocalPart(self.module, ranks.rank_in(Group.PP))
         self._placed = placed = ParallelState()
         self._stages = Stages(part, session, self.precision, options.tracing)
-        self._window = GradientAccumulation(
+        self._accumulation = accumulation = GradientAccumulation(
             ranks,
             lambda: (ask := trains()) is not None and ask(),
             passes_per_reduction=options.backward_passes_per_step,
@@ -162,7 +162,7 @@ class DistributedModel(WrappedModule):
             overlap=options.overlaps and ranks.cfg.overlapping_allreduce,
             bucket_view=options.bucket_view,
         )
-        self._replicas = Replicas(part, placed, ranks, self._window, broadcasts_buffers=options.broadcasts_buffers)
+        self._replicas = Replicas(part, placed, ranks, accumulation, broadcasts_buffers=options.broadcasts_buffers)
         self._replicas.are_equal = are_equal
         self._backward = Backward(
             ranks,
@@ -182,13 +182,13 @@ class DistributedModel(WrappedModule):
 
     def rebuild(self, module: nn.Module) -> None:
         """Lay out ``module``, the script's, after :meth:`leave_stages`; every rank calls it, and then loads every tensor."""
-        mode, hook = self.training, self._window.hook
+        mode, hook = self.training, self._accumulation.hook
         if self.partitioned:  # hooks that have run may load the initial weights: never run them again
             self._post_partition_hooks.clear()
         self._wrap(module, are_equal=True)
-        self.training, self._window.hook = mode, hook
+        self.training, self._accumulation.hook = mode, hook
         if hook is not None and self.partitioned:
-            self._window.install_hook()
+            self._accumulation.install_hook()
 
     def leave_stages(self) -> None:
         """End the pipeline; nothing runs until the model is laid out anew."""
@@ -199,7 +199,7 @@ class DistributedModel(WrappedModule):
         if has_values:
             checks.note_whole(self._part, self.precision)
         eight_bits.adopt_layers(self._session, self._part.module)
-        parts = ModelParts(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        parts = ModelParts(self._ranks, self._stages, self._replicas, self._accumulation, self._backward, self._placed)
         recipe.place(parts)
         if has_values:
             checks.check_shards(self._part, self._placed)
@@ -210,7 +210,7 @@ class DistributedModel(WrappedModule):
         eight_bits.note_weights(self._ranks, self._part.module)
         recipe.prepare_modules(parts)
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
-        if is_divided or self._window.reduces or self.optimizer_shards is not None:
+        if is_divided or self._accumulation.reduces or self.optimizer_shards is not None:
             self._placed.known = KnownParameters(self._part.module, self)
         self.blueprint.note_settings(self._ranks.device, self.precision.compute)
 
@@ -302,10 +302,10 @@ class DistributedModel(WrappedModule):
         if is_outside:
             self.adopt_writes()
         if is_outside and self._trains():
-            self._window.open_after_failure()
+            self._accumulation.open_after_failure()
             begin_step(self.module, None)
             self._replicas.begin_training_pass((args, kwargs))
-        with self._window.forward(evaluates=is_outside and not self._trains()):
+        with self._accumulation.forward(evaluates=is_outside and not self._trains()):
             args, kwargs = self.precision.enter(args), self.precision.enter(kwargs)
             if (inputs := SequenceInputs.of(self._ranks)) is not None:
                 args, kwargs = inputs.cut(args, kwargs)
@@ -347,11 +347,11 @@ class DistributedModel(WrappedModule):
             # Later evaluation steps must not wait for other replicas: some ranks may have fewer, or evaluate alone.
             self._replicas.share_loaded_state()
         self._backward.begin_step()
-        self._window.begin_step(agrees=self._trains() and not self._replicas.are_joined)
+        self._accumulation.begin_step(agrees=self._trains() and not self._replicas.are_joined)
 
     def finish_step(self) -> bool:
         """Reduce gradients and run the hooks, after all microbatches; return whether backward ran."""
-        trained = self._window.finish_step()
+        trained = self._accumulation.finish_step()
         hooks = list(self._post_step_hooks.values())
         self._post_step_hooks.clear()
         for hook in hooks:
@@ -360,7 +360,7 @@ class DistributedModel(WrappedModule):
 
     def abandon_step(self) -> None:
         """Abandon a step in which a microbatch raised an error: its gradients are not reduced."""
-        self._window.abandon_step()
+        self._accumulation.abandon_step()
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -373,11 +373,11 @@ class DistributedModel(WrappedModule):
     @property
     def has_accumulated(self) -> bool:
         """Return whether gradients have accumulated without a reduction, as ``backward_passes_per_step`` requests."""
-        return self._window.is_incomplete
+        return self._accumulation.is_incomplete
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients of an incomplete group of passes; every rank calls it."""
-        self._window.complete()
+        self._accumulation.complete()
 
     def check_parameters(self) -> None:
         """Refuse parameters that were added, replaced or removed after the model was laid out."""
@@ -386,7 +386,7 @@ class DistributedModel(WrappedModule):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients of backward passes inside without reducing them; for loops without ``smp.step``."""
-        return self._window.no_sync()
+        return self._accumulation.no_sync()
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True
@@ -481,7 +481,7 @@ class DistributedModel(WrappedModule):
             assign,
             same_partition=same_partition_load,
             partitioned=self.partitioned,
-            known=self._window.reduces or self.optimizer_shards is not None,
+            known=self._accumulation.reduces or self.optimizer_shards is not None,
         )
 
     def load_when_partitioned(self, load: Callable[[], Any]) -> None:

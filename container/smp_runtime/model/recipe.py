@@ -50,7 +50,7 @@ def place(parts: strategies.ModelParts) -> None:
 
 def prepare_modules(parts: strategies.ModelParts) -> None:
     """Prepare the placed modules for their calls: a script's hook, its writes, slices, compiled blocks, late parameters."""
-    parts.window.install_hook()
+    parts.accumulation.install_hook()
     parts.placed.watch_writes(parts.part)
     strategies.share_sequences_out(parts)
     parts.part.compile(parts.ranks, parts.placed)

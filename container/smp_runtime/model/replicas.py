@@ -41,14 +41,14 @@ class Replicas:
         part: LocalPart,
         placed: ParallelState,
         ranks: Ranks,
-        window: GradientAccumulation,
+        accumulation: GradientAccumulation,
         *,
         broadcasts_buffers: bool,
     ) -> None:
         self._part = part
         self._placed = placed
         self._ranks = ranks
-        self._window = window
+        self._accumulation = accumulation
         self._broadcasts_buffers = broadcasts_buffers
         self._checks = invariants_of(ranks)
         self._joined: JoinedModel | None = None
@@ -99,13 +99,13 @@ class Replicas:
 
     def share_loaded_state(self) -> None:
         """Copy a state that only some ranks have loaded to the others, before the next step."""
-        if not self._window.reduces:
+        if not self._accumulation.reduces:
             return
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
         mine = self._ranks.rank_in(Group.DP)
         state, news = self._placed.sharded_state, torch.zeros(len(members) + 1, dtype=torch.int64, device="cpu")
         # Ranks that are done do not answer, and a hook of the script may leave each replica with gradients of its own.
-        is_checked = not self.are_joined and self._window.hook is None
+        is_checked = not self.are_joined and self._accumulation.hook is None
         asked = self._checks.news(self._part) if is_checked else 0
         news[mine], news[-1] = self.loads, int(self._placed.must_gather) + _GATHERING * asked
         self._ranks.collectives.all_reduce(news, group).wait()
@@ -154,7 +154,7 @@ class Replicas:
         self._placed.refresh()
 
     def _refresh_buffers(self) -> None:
-        if self._broadcasts_buffers and self._window.reduces:
+        if self._broadcasts_buffers and self._accumulation.reduces:
             self.copy(self._part.buffers())
 
     def _copy_all(self, source: int) -> None:
@@ -200,31 +200,31 @@ class Replicas:
                 "all ranks the same number of batches",
                 code="SMP303",
             )
-        if not self._window.reduces or not enable:
+        if not self._accumulation.reduces or not enable:
             yield
             return
         self._joined = JoinedModel(self, self._ranks.groups.group(Group.DP), self._ranks.device)
-        self._window.is_joined = True
+        self._accumulation.is_joined = True
         try:
             with Join([self._joined]):
                 yield
         finally:
             self._joined = None
-            self._window.is_joined = False
+            self._accumulation.is_joined = False
 
     def shadow_step(self) -> None:
         """Answer the collectives of one step of the others, with nothing to add."""
         self.share_loaded_state()
         self._refresh_buffers()
-        if self._window.reduces:
-            self._window.open()
+        if self._accumulation.reduces:
+            self._accumulation.open()
             gradients = [parameter.grad for parameter in self._part.parameters()]
             for parameter in self._part.parameters():
                 parameter.grad = None
-            self._window.finish_pass()
+            self._accumulation.finish_pass()
             for parameter, gradient in zip(self._part.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-            self._window.open()
+            self._accumulation.open()
 
     def take_over(self, is_last: bool) -> None:
         """Copy the weights of a rank that was among the last to be done; every rank calls it."""

@@ -49,7 +49,7 @@ class WrappedModule(nn.Module):
     _session: Session
     _stages: Stages
     _state: ModelState
-    _window: GradientAccumulation
+    _accumulation: GradientAccumulation
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -275,7 +275,7 @@ class WrappedModule(nn.Module):
         Raises:
             SMPUserError: parameters would get another type, which their gradients' reduction and the optimizer do not know.
         """
-        if self._window.reduces or self._placed.optimizer_shards is not None:
+        if self._accumulation.reduces or self._placed.optimizer_shards is not None:
             self._refuse_cast(fn)
         with self.precision.keeping_wide(self.module):
             return super()._apply(fn, recurse)
@@ -302,9 +302,9 @@ class WrappedModule(nn.Module):
             SMPUserError: no data parallelism, sharded data parallelism, or the hook averages over other ranks than have
                 replicas of the parameters.
         """
-        self._window.hook = (state, callable)
+        self._accumulation.hook = (state, callable)
         if self._stages.partitioned:
-            self._window.install_hook()
+            self._accumulation.install_hook()
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""

@@ -41,7 +41,7 @@ class GatheredUnit(Protocol):
     def storage_key(self) -> int:
         """Return the key of the whole buffer's memory."""
 
-    def detach(self) -> None:
+    def reshard(self) -> None:
         """Keep this rank's part of values written into the whole, and free the whole."""
 
     def begin_repeat(self) -> None:
@@ -172,7 +172,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             result = func(*args, **kwargs)
         except BaseException:
             for unit in filled:
-                unit.detach()
+                unit.reshard()
             raise
         keys = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         for shards, unit in units:
@@ -181,7 +181,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
                 continue
             shards.note_read()
             if unit in filled:  # the result has memory of its own
-                unit.detach()
+                unit.reshard()
     return result
 
 

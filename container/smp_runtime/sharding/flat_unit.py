@@ -288,7 +288,7 @@ class ShardedUnit(FlatUnit):
         self.ready = True
         self.note_values()
 
-    def detach(self) -> None:
+    def reshard(self) -> None:
         """Keep this rank's part of values written into the whole, and free it; the parameters show the placeholder."""
         self.keep_written()
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):

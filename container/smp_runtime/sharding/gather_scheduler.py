@@ -65,7 +65,7 @@ class GatherScheduler:
     def need(self, unit: ShardedUnit) -> None:
         """Block until the unit's parameters hold their values, and fetch the next units ahead."""
         if unit.is_filled:
-            unit.detach()
+            unit.reshard()
         if self._requests is not None:
             while not unit.ready:
                 self._answer(self._requests.round(self._numbers[id(unit)]), unit)
@@ -77,7 +77,7 @@ class GatherScheduler:
     def fetch(self, unit: ShardedUnit) -> None:
         """Block until the unit's parameters hold their values, outside the window: record and prefetch nothing."""
         if unit.is_filled:  # for a script that wrote into this rank's part
-            unit.detach()
+            unit.reshard()
         if not unit.ready:
             if unit.work is None:
                 self._make_room(unit)
@@ -110,7 +110,7 @@ class GatherScheduler:
         if unit.work is not None:
             self._finish(unit)
         if self._gathered.pop(self._numbers[id(unit)], None) is not None:  # not if it was filled to be loaded into
-            unit.detach()
+            unit.reshard()
             self.elements -= unit.filled
 
     def free_all(self) -> None:
@@ -153,7 +153,7 @@ class GatherScheduler:
                 self._bring(unit, torch.empty_like(unit.full)).wait()
             else:
                 self._bring(unit, unit.allocate()).wait()
-                unit.detach()
+                unit.reshard()
 
     def _bring(self, unit: ShardedUnit, full: torch.Tensor) -> Work:
         """Begin to fill ``full``, in 8 bits if the unit's layers multiply so."""

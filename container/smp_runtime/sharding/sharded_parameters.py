@@ -104,7 +104,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
             for parameter in unit.parameters:
                 own(parameter, owner)
-            unit.detach()
+            unit.reshard()
             unit.mark_parameters()
         in_order = ranks.size(Group.PP) == 1
         self.uses = ModuleUses(module, self.units, self.scheduler, self.gradients, in_order=in_order)
@@ -179,7 +179,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         """Keep the script's writes into parameters, in float32 too."""
         for unit in self.units:
             if unit.is_filled:
-                unit.detach()
+                unit.reshard()
             unit.keep_written()
             if unit.was_written:
                 unit.was_written = False
@@ -370,7 +370,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             if not unit.ready:
                 continue
             unit.keep_shard()
-            unit.detach()
+            unit.reshard()
             for parameter in unit.parameters:
                 shard = self.optimizer_shards.get(parameter)
                 if shard is not None:

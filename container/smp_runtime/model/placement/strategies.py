@@ -41,7 +41,7 @@ class ModelParts:
     ranks: Ranks
     stages: Stages
     replicas: Replicas
-    window: GradientAccumulation
+    accumulation: GradientAccumulation
     backward: Backward
     placed: ParallelState
 
@@ -114,7 +114,7 @@ class OptimizerState:
 def create_parameters(parts: ModelParts) -> CreatedParameters:
     """Create late parameters, sharded ones in their shards, free those of other stages, and move the rest to the device."""
     shards = create_late(parts.ranks, parts.stages)
-    parts.window.shards = shards
+    parts.accumulation.shards = shards
     parts.stages.move(parts.ranks.device)
     return CreatedParameters(shards, frozenset() if shards is None else shards.parameters)
 
@@ -178,7 +178,7 @@ def _share_state(
     """Divide the optimizer state over the replicas."""
     sharing = sharing_group(parts.ranks)
     own_batch = seeing_own_batch(parts.part.registry, roles.trained, parts.ranks)
-    most_bytes = parts.window.bucket_bytes
+    most_bytes = parts.accumulation.bucket_bytes
     return ShardedState(parts.ranks, sharing, roles.trained, parts.precision, masters, most_bytes, own_batch)
 
 
@@ -199,14 +199,14 @@ def average_gradients(parts: ModelParts, roles: ParameterRoles, state: Optimizer
     """Average gradients over the replicas, once per window."""
     if not parts.are_replicated:
         return
-    window = parts.window
+    accumulation = parts.accumulation
     trained_bytes = sum(parameter.numel() * parameter.element_size() for parameter in roles.trained)
     # Other ranks must learn of backward before any gradient is sent, so this hook comes first.
-    window.watch_backward(roles.trained)
-    window.reduce(
+    accumulation.watch_backward(roles.trained)
+    accumulation.reduce(
         parts.part.registry,
         roles.whole,
-        effective_bucket_bytes(trained_bytes, window.bucket_bytes),
+        effective_bucket_bytes(trained_bytes, accumulation.bucket_bytes),
         parts.precision.reduce,
         state.replicas_share,
         sparse_tables(parts.part.modules()),
