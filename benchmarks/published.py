@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from smp_estimator.planning import ModelShape, Plan, named_shape, plan
+from smp_estimator.planning import Plan, named_shape, plan
 
 GIB = 2**30
 
@@ -27,7 +27,7 @@ class Row:
     Attributes:
         sharded: ranks over which parameters, gradients and optimizer state are sharded, those of context parallelism among them.
         batch: samples per data parallel rank.
-        checkpointing: ``"each"``, or ``"selective"``: some operations of each layer are computed again, which a plan does not know.
+        checkpointing: ``"each"``, or ``"selective"``: some operations of each layer are computed again.
         tokens: per second and GPU.
         gib: reserved; None if it was not published.
     """
@@ -49,49 +49,44 @@ class Row:
     context: int = 1
     gpu: str = "H100"
 
-    def parameters(self, shape: ModelShape) -> dict[str, Any]:
-        """Return ``mp_parameters``: two layers are gathered at a time and one is reduced, as their engine does it."""
-        layer = shape.layer_parameters // shape.layers // self.tensor
-        given: dict[str, Any] = {
-            "ddp": True,
-            "bf16": True,
-            "sharded_data_parallel_degree": self.sharded,
-            "sdp_max_live_parameters": 2 * layer,
-            "sdp_reduce_bucket_size": layer,
-        }
+    def parameters(self) -> dict[str, Any]:
+        """Return ``mp_parameters`` with the degrees of the job."""
+        given: dict[str, Any] = {"ddp": True, "bf16": True, "sharded_data_parallel_degree": self.sharded}
         if self.tensor > 1:
             given |= {"tensor_parallel_degree": self.tensor, "prescaled_batch": True}
         if self.pipeline > 1:
-            # Microbatches of one sample, which the source does not state.
-            given |= {"pipeline_parallel_degree": self.pipeline, "microbatches": self.batch}
+            # Their default is as many microbatches as stages.
+            given |= {
+                "pipeline_parallel_degree": self.pipeline,
+                "microbatches": self.pipeline,
+                "active_microbatches": self.pipeline,
+            }
         if self.pieces > 1:
             given["virtual_stages"] = self.pieces
         if self.context > 1:
             given["context_parallel_degree"] = self.context
         return given
 
-    def planned(self, checkpointing: str | None) -> Plan:
+    def planned(self) -> Plan:
         """Return the plan of this job."""
-        shape = named_shape(self.model)
         is_h100 = self.gpu == "H100"
         return plan(
-            shape,
+            named_shape(self.model),
             "ml.p5.48xlarge" if is_h100 else "ml.p5en.48xlarge",
             self.gpus // 8,
-            self.parameters(shape),
+            self.parameters(),
             self.batch,
             sequence=self.sequence,
             gpu_memory_bytes=96 * 10**9 if is_h100 else None,
-            activation_checkpointing=checkpointing,
+            activation_checkpointing=self.checkpointing,
             dropout=False,
             fp32_loss=True,
             optimizer="adamw",
+            engine="fsdp2",
+            compiled="compiled" in self.precision,
+            # It was switched off in 2024, and on in 2025.
+            compiled_loss="compiled" in self.precision and not self.source.startswith(_T_8B),
         )
-
-    def plans(self) -> list[Plan]:
-        """Return the plan; for selective checkpointing one with all layers computed again, and one with none."""
-        ways = ["each", None] if self.checkpointing == "selective" else ["each"]
-        return [self.planned(way) for way in ways]
 
     @property
     def parallelism(self) -> str:
@@ -114,9 +109,13 @@ def _long_8b(number: int, context: int, tokens: float, gib: float) -> Row:
     )
 
 
-def _405b(number: int, sequence: int, batch: int, tokens: float, gib: float, table: int, **more: int) -> Row:
-    source, precision = f"{_T_8B}, table {table}", "float8, compiled"
-    return Row(number, "llama-3.1-405b", 512, 8, sequence, batch, precision, "each", tokens, gib, source, 8, 8, **more)
+def _405b(
+    number: int, sequence: int, batch: int, tokens: float, gib: float, table: int, context: int = 1, pieces: int = 1
+) -> Row:
+    source = f"{_T_8B}, table {table}"
+    precision = "float8, compiled, async tp"
+    given = ("llama-3.1-405b", 512, 8, sequence, batch, precision, "each", tokens, gib, source)
+    return Row(number, *given, tensor=8, pipeline=8, context=context, pieces=pieces)
 
 
 _COMPILED, _FLOAT8 = "bf16, compiled", "float8, compiled"
@@ -155,19 +154,21 @@ def table() -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for row in ROWS:
-        plans = row.plans()
-        gib = [made.total_bytes / GIB for made in plans]
-        speeds = [made.time.tokens_per_second / row.gpus for made in plans if made.time is not None]
-        memory = [_range(gib, "{:.1f}"), "–" if row.gib is None else _range([g / row.gib for g in gib], "{:.2f}")]
-        speed = [_range(speeds, "{:,.0f}"), _range([s / row.tokens for s in speeds], "{:.2f}")]
+        made = row.planned()
+        gib, time = made.total_bytes / GIB, made.time
+        speed = time.tokens_per_second / row.gpus if time is not None else 0.0
+        cells: list[Any] = [
+            row.number,
+            row.model,
+            f"{row.gpus} {row.gpu}",
+            row.parallelism,
+            f"{row.sequence:,}, {row.batch}",
+        ]
         published = "–" if row.gib is None else f"{row.gib}"
-        cells = [row.number, row.model, f"{row.gpus} {row.gpu}", row.parallelism, f"{row.sequence:,}, {row.batch}"]
-        cells += [row.precision, published, *memory, f"{row.tokens:,.0f}", *speed]
+        ratio = "–" if row.gib is None else f"{gib / row.gib:.2f}"
+        cells += [row.precision, published, f"{gib:.1f}", ratio]
+        cells += [f"{row.tokens:,.0f}", f"{speed:,.0f}", f"{speed / row.tokens:.2f}"]
         yield f"| {' | '.join(map(str, cells))} |"
-
-
-def _range(values: list[float], form: str) -> str:
-    return " to ".join(form.format(value) for value in values)
 
 
 if __name__ == "__main__":

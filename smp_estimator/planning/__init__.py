@@ -8,7 +8,7 @@ from smp_config.machine.instances import Instance, instance, instances
 from smp_estimator.planning.batches import Batches, Epochs, batch_for, batches, batches_of
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.known_models import named_shape
-from smp_estimator.planning.memory.device_memory import Kind
+from smp_estimator.planning.memory.kinds import Kind
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload

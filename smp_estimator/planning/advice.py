@@ -11,7 +11,8 @@ from smp_config import ConfigError, Group
 from smp_config.machine.collective_backends import needs_gpu
 from smp_config.machine.instances import has_gpus, instances, require_usable
 from smp_estimator.planning.forecast import Forecast, Verdict
-from smp_estimator.planning.memory.device_memory import Kind, is_half, summed_bytes
+from smp_estimator.planning.memory.device_memory import is_half, summed_bytes
+from smp_estimator.planning.memory.kinds import Kind
 from smp_estimator.planning.network import gathered_shards
 from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.smddp import SmddpUse

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config.machine.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, Epochs, batches_of
-from smp_estimator.planning.memory.device_memory import StageMemory, memory
+from smp_estimator.planning.memory.device_memory import memory
 from smp_estimator.planning.memory.host_memory import checkpoint_bytes
 from smp_estimator.planning.network import Traffic, traffic
 from smp_estimator.planning.step_time import StepCost, StepTime, Training, idle_of, step_cost, step_time
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from smp_config import Group, Topology
+    from smp_estimator.planning.memory.kinds import StageMemory
     from smp_estimator.planning.request import Request
 
 #: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers for collectives, kernel workspaces

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
 from smp_estimator.planning.context import ContextShare
-from smp_estimator.planning.memory.device_memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
+from smp_estimator.planning.memory.device_memory import embedding_is_distributed, is_half, summed_bytes
 from smp_records.rate_card import sent_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
+    from smp_estimator.planning.memory.kinds import StageMemory
     from smp_estimator.planning.request import Request
 
 

@@ -41,6 +41,12 @@ def state_bytes(optimizer: str, weight: Weight) -> int:
     """Return the bytes of optimizer state per element of a parameter, in fp32."""
     return OPTIMIZER_BYTES["adamw" if optimizer == "muon" and not weight.matrix else optimizer]
 
+#: Checkpointing that keeps the results of some operations of each layer, and computes the others again.
+SELECTIVE = "selective"
+
+#: Engines whose memory a plan knows: this library, and PyTorch's FSDP2 with fp32 parameters that are gathered in bf16.
+ENGINES = ("smp", "fsdp2")
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -50,7 +56,11 @@ class Workload:
         batch: samples that a rank (with ``prescaled_batch`` a tensor parallel group) reads at a time.
         accumulation: backward passes per optimizer step.
         activation_checkpointing: None, ``"each"``, ``"contiguous"`` or ``"group_N"``, the ``strategy`` of
-            ``smp.set_activation_checkpointing`` over the model's layers.
+            ``smp.set_activation_checkpointing`` over the model's layers; or ``"selective"``, if the script itself keeps the
+            results of every second matrix product and of attention.
+        engine: ``"smp"``, or ``"fsdp2"`` for a job of PyTorch's FSDP2 with fp32 parameters.
+        compiled: each layer is compiled, so that it keeps only what backward reads.
+        compiled_loss: the loss is compiled too, and has no fp32 logits; known for the engine ``"fsdp2"``.
         fused_attention: attention that keeps no [seq, seq] maps.
         dropout: the model drops activations and keeps the masks.
         optimizer: one of :data:`OPTIMIZER_BYTES`.
@@ -81,6 +91,9 @@ class Workload:
     autocast: bool = False
     fp32_loss: bool = False
     gradient_as_bucket_view: bool = False
+    engine: str = "smp"
+    compiled: bool = False
+    compiled_loss: bool = False
     samples: int | None = None
     tokens: int | None = None
     epochs: int = 1
@@ -103,6 +116,12 @@ class Workload:
         if self.optimizer not in OPTIMIZER_BYTES:
             raise ConfigError(
                 f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}",
+                code="SMP110",
+            )
+        if self.engine not in ENGINES:
+            raise ConfigError(
+                f"engine is {self.engine!r}{suggest(str(self.engine), ENGINES)}; the plan knows the memory of "
+                f"{' and '.join(ENGINES)}: use one of them",
                 code="SMP110",
             )
         self.checkpointed_layers(1)
@@ -160,7 +179,7 @@ class Workload:
         strategy = self.activation_checkpointing
         if strategy is None:
             return 0
-        if strategy == "each":
+        if strategy in ("each", SELECTIVE):
             return 1
         if strategy == "contiguous":
             return layers
@@ -168,7 +187,7 @@ class Workload:
         if group is None:
             raise ConfigError(
                 f"activation_checkpointing is {strategy!r}; it is the strategy over the model's layers: use 'each', "
-                "'contiguous', 'group_2' (or another number), or None",
+                "'contiguous', 'group_2' (or another number), 'selective', or None",
                 code="SMP110",
             )
         return min(layers, int(group[1]))

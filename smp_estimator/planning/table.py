@@ -10,6 +10,7 @@ from smp_estimator.planning.advice import GB, Change, SmallerCluster, format_mem
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.report import ColouredText, Grid, Lines, Report
+from smp_estimator.planning.request import ENGINES
 from smp_estimator.planning.step_time import precision_of, unknown_because
 
 
@@ -217,6 +218,9 @@ def _degrees_line(plan: Forecast) -> str:
     parts.append(f"checkpointing {workload.activation_checkpointing or 'off'}")
     if parameters.offload_activations:
         parts.append("offloaded")
+    if workload.engine != ENGINES[0]:
+        parts.append(f"engine {workload.engine}")
+    parts += ["compiled"] if workload.compiled or parameters.compile else []
     return ", ".join(parts)
 
 

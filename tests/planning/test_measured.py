@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smp_estimator.planning import ModelShape, plan
-from smp_estimator.planning.memory.device_memory import Kind
+from smp_estimator.planning.memory.kinds import Kind
 
 #: layers, hidden, heads, vocabulary, sequence, batch, checkpointing. In the small vocabularies the backward of a layer
 #: is the worst moment, in the others the loss.

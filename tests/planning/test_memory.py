@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan, suggest
+from smp_estimator.planning import Kind, ModelShape, Plan, Workload, named_shape, plan, suggest
 from smp_estimator.planning.context import ContextShare
-from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes
+from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes, selective_bytes
 
 PREDICTIONS = Path(__file__).parents[2] / "benchmarks/gpu_check/predictions.json"
 
@@ -384,3 +384,30 @@ def test_communicators_between_stages_count_on_both_gpus() -> None:
     assert kinds({"pipeline_parallel_degree": 2, "ddp": True, "ddp_dist_backend": "gloo"})[Kind.COMMUNICATORS] == 0
     on_cpus = plan(SHAPE, "ml.c5.4xlarge", 1, {"pipeline_parallel_degree": 2}, 1, processes_per_host=2)
     assert on_cpus.worst.kinds[Kind.COMMUNICATORS] == 0
+
+
+def test_selective_checkpointing_keeps_every_second_product_and_the_result_of_attention() -> None:
+    shape = named_shape("llama-3.1-8b").with_sequence(8192)
+    # Input, queries, values (a quarter of the width), attention's result, the first product of the MLP.
+    kept = 2 * (4096 + 4096 + 1024 + 4096 + 14_336) + 4 * 32
+    assert selective_bytes(shape, LayerCost(1, 2), compiled=True) == 8192 * kept
+    # The last product is kept too if the layer is not compiled.
+    assert selective_bytes(shape, LayerCost(1, 2)) == 8192 * (kept + 2 * 4096)
+    ways = (None, "selective", "each")
+    none, some, most = (planned(batch=4, activation_checkpointing=way).total_bytes for way in ways)
+    assert none > some > most
+
+
+def test_fsdp2_keeps_a_pipeline_gathered_and_sums_its_gradients_whole() -> None:
+    settings = {"bf16": True, "sharded_data_parallel_degree": 4, "pipeline_parallel_degree": 2, "ddp": True}
+    shape = named_shape("llama-3.2-1b")
+    many = planned({**settings, "microbatches": 2}, 2, shape, engine="fsdp2").stages[0]
+    one = planned({**settings, "microbatches": 1}, 1, shape, engine="fsdp2").stages[0]
+    assert many.kinds[Kind.GRADIENTS] == 4 * many.elements + many.elements  # whole sums, and 4 bytes over 4 ranks
+    assert one.kinds[Kind.GRADIENTS] == one.elements
+    assert many.kinds[Kind.GATHERED] > 2 * many.elements
+    assert many.kinds[Kind.PARAMETERS] == many.elements
+    with pytest.raises(ConfigError, match=r"^shard_optimizer_state is set.*remove shard_optimizer_state"):
+        planned({"ddp": True, "shard_optimizer_state": True}, engine="fsdp2")
+    with pytest.raises(ConfigError, match=r"^engine is 'fdsp2'.*use one of them"):
+        planned(engine="fdsp2")

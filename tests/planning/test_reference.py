@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,13 +173,24 @@ def test_the_document_shows_the_plans_of_published_measurements() -> None:
 
 @pytest.mark.parametrize("row", published.ROWS, ids=lambda row: str(row.number))
 def test_published_measurements_are_planned_with_their_settings(row: published.Row) -> None:
-    made = row.planned("each")
+    made = row.planned()
     # Ranks that share sequences out, tensors or stages read the same samples.
     readers = row.gpus // (row.tensor * row.pipeline * row.context)
     assert made.batches.global_batch == readers * row.batch
     assert made.batches.tokens == readers * row.batch * row.sequence
     assert made.topology.world_size == row.gpus
     assert made.request.parameters.sharded_data_parallel_degree == row.sharded
+
+
+def test_memory_that_others_measured_is_planned_within_13_percent() -> None:
+    ratios = {row.number: row.planned().total_bytes / 2**30 / row.gib for row in published.ROWS if row.gib is not None}
+    assert len(ratios) == 20
+    outside = {number for number, ratio in ratios.items() if abs(ratio - 1) > 0.1}
+    assert outside <= {11, 14, 22}
+    assert all(abs(ratio - 1) < 0.13 for ratio in ratios.values())
+    assert statistics.median(abs(ratio - 1) for ratio in ratios.values()) <= 0.04
+    impossible = [row.number for row in published.ROWS if not row.planned().verdict.feasible]
+    assert impossible == []
 
 
 def test_the_document_shows_these_numbers() -> None:

@@ -47,7 +47,9 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--gpu-memory", "gpu_memory_bytes", type=float, metavar="GIB", help="Of one GPU; default: the catalogue's."
         ),
         click.option("--sequence", type=click.IntRange(1), help="Tokens per sample; default: the model's."),
-        click.option("--checkpointing", "activation_checkpointing", help="each, contiguous or group_N; default: none."),
+        click.option(
+            "--checkpointing", "activation_checkpointing", help="each, contiguous, group_N or selective; default: none."
+        ),
         click.option("--fused-attention/--no-fused-attention", default=True, show_default=True),
         click.option("--dropout/--no-dropout", default=True, show_default=True),
         click.option(
@@ -60,6 +62,9 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             is_flag=True,
             help="The script trains fp32 parameters under torch.autocast in a half precision.",
         ),
+        click.option("--engine", default="smp", show_default=True, help="smp, or fsdp2 for a job of PyTorch's FSDP2."),
+        click.option("--compiled", is_flag=True, help="Each layer is compiled."),
+        click.option("--compiled-loss", is_flag=True, help="The loss is compiled too; for the engine fsdp2."),
         click.option("--optimizer", default="adam", show_default=True),
         click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from smp_estimator.planning.request import SELECTIVE
+
 if TYPE_CHECKING:
     from smp_estimator.planning.context import ContextShare
     from smp_estimator.planning.model_shape import ModelShape
@@ -111,6 +113,29 @@ def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:
     return round(cost.tokens(shape) * shape.hidden * cost.residual / (cost.tensor if cost.sliced else 1))
 
 
+def selective_bytes(shape: ModelShape, cost: LayerCost, *, compiled: bool = False) -> int:
+    """Return the bytes that one layer keeps under selective checkpointing: its input, and the results of some operations.
+
+    Kept are the results of every second matrix product and of attention, as by PyTorch's ``CheckpointPolicy`` with the list that
+    torchtitan uses for single operations; everything else is computed again. The products are those of queries, keys, values,
+    attention's output, and the MLP's, in this order. A compiled layer does not keep the last product, which no gradient reads.
+    With tensor parallelism, sums over its ranks are kept too, divided as the layer's input.
+    """
+    tokens, b = cost.tokens(shape), cost.element_bytes
+    queries, keys = shape.heads * shape.head_width, shape.key_heads * shape.head_width
+    # By every second product: (elements, divided by tensor parallelism).
+    products = [(queries, True), (keys, True), (keys, True), (shape.hidden, False)]
+    products += [(shape.width, True)] * (2 if shape.gated else 1) + [(shape.hidden, False)]
+    sums = 2 if cost.tensor > 1 else 0
+    if compiled:
+        products[-1] = (0.0, False)
+        sums = min(sums, 1)
+    kept = sum(elements / (cost.tensor if divided else 1) for elements, divided in products[::2])
+    parts = cost.tensor if cost.sliced else 1
+    kept += queries / cost.tensor + sums * shape.hidden / parts
+    return round(tokens * (kept * b + 4 * shape.heads / cost.tensor)) + checkpoint_bytes(shape, cost)
+
+
 def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False, fp32_loss: bool = False) -> int:
     """Return the bytes of the final norm's input and output, of the logits, and of the cross entropy's tensors.
 
@@ -186,9 +211,13 @@ def stage_activations(
         return StageActivations(kept=layer * layers * in_flight, layers=backward, loss=loss, offloaded=0)
     units = -(-layers // group)
     unit = checkpoint_bytes(shape, cost)
+    again = layer * group
+    if workload.activation_checkpointing == SELECTIVE:
+        saved = selective_bytes(shape, cost, compiled=workload.compiled)
+        again, unit = max(0, layer - (saved - unit)), saved
     kept = unit * units * in_flight
     on_gpu = kept
     if horizon is not None:
         on_gpu = min(kept, unit * (1 + horizon))
     offloaded = kept if horizon is not None else 0
-    return StageActivations(kept=on_gpu, layers=layer * group + backward, loss=loss, offloaded=offloaded)
+    return StageActivations(kept=on_gpu, layers=again + backward, loss=loss, offloaded=offloaded)

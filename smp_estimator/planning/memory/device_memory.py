@@ -14,9 +14,7 @@ its loss, so the loss is a moment of its own.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
@@ -26,6 +24,8 @@ from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.memory.communicators import communicator_bytes
+from smp_estimator.planning.memory.fsdp2 import FSDP2, refuse_other_settings, stage_of_fsdp2
+from smp_estimator.planning.memory.kinds import Kind, StageMemory
 from smp_estimator.planning.request import Request, Workload, state_bytes
 from smp_estimator.planning.smddp import buffer_bytes
 
@@ -34,63 +34,6 @@ if TYPE_CHECKING:
 
 #: A schedule under which every stage holds all microbatches that are in flight.
 _IN_WAVES = next(name for name, traits in TRAITS.items() if traits.has_waves)
-
-
-class Kind(enum.Enum):
-    """A use of a GPU's memory; the value is the word in tables."""
-
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer state"
-    MASTER = "master copies"
-    ACTIVATIONS = "activations"
-    COPIES = "half precision copies"
-    GATHERED = "gathered parameters"
-    BUCKETS = "reduce buckets"
-    SMDDP = "SMDDP buffers"
-    COMMUNICATORS = "communicators"
-
-
-#: Held from the first step to the last; the rest comes and goes within a step.
-STATE = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.MASTER)
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of one GPU in one pipeline stage.
-
-    Attributes:
-        stage: counted from 0.
-        elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
-        kinds: bytes by kind, in backward.
-        at_loss: bytes at the loss, where no gradient is there yet; 0 where it is part of backward like any other moment.
-        gradient_copy: bytes of the fp32 copy of half precision gradients, in ``optimizer.step()`` only.
-        in_update: bytes in ``optimizer.step()``, when activations and buckets are gone.
-    """
-
-    stage: int
-    layers: int
-    elements: int
-    kinds: dict[Kind, int]
-    activations: StageActivations
-    at_loss: int = field(repr=False)
-    gradient_copy: int = field(repr=False)
-    in_update: int = field(repr=False)
-
-    @property
-    def in_backward(self) -> int:
-        """Return the bytes of all kinds, in backward."""
-        return sum(self.kinds.values())
-
-    @property
-    def total(self) -> int:
-        """Return the bytes at the worst moment."""
-        return max(self.in_backward, self.at_loss, self.in_update)
-
-    @property
-    def state(self) -> int:
-        """Return the bytes of parameters, gradients, optimizer state and master copies."""
-        return sum(self.kinds[kind] for kind in STATE)
 
 
 def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMemory]:
@@ -105,7 +48,15 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
     # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
     loss_stage = 0 if shape.tied_embeddings else stages - 1
     found = []
+    is_fsdp2 = request.workload.engine == FSDP2
+    if is_fsdp2:
+        refuse_other_settings(request.parameters)
+        loss_stage = stages - 1
     for stage, layers in enumerate(map(len, ranges)):
+        if is_fsdp2:
+            flying, has_loss = _in_flight(request, batch, stage), stage == loss_stage
+            found.append(stage_of_fsdp2(request, batch, stage, layers, held[stage], flying, has_loss=has_loss))
+            continue
         activations = _activations(request, batch, stage, layers, has_loss=stage == loss_stage)
         found.append(_stage(request, topology, stage, layers, held[stage], activations))
     return found
@@ -133,11 +84,20 @@ def embedding_is_distributed(parameters: ModelParallelParameters, workload: Work
     )
 
 
+def _in_flight(request: Request, batch: Batches, stage: int) -> int:
+    """Return the microbatches whose activations a stage has at once."""
+    parameters = request.parameters
+    stages = parameters.pipeline_parallel_degree
+    microbatches = batch.microbatches if stages > 1 else 1
+    # With several pieces, a stage may hold those of all microbatches in flight, as if all forward passes came first.
+    schedule = _IN_WAVES if parameters.virtual_stages > 1 else parameters.pipeline
+    return in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
+
+
 def _activations(request: Request, batch: Batches, stage: int, layers: int, *, has_loss: bool) -> StageActivations:
     if not request.shape.has_layers:
         return StageActivations(0, 0, 0, 0)
     parameters, workload = request.parameters, request.workload
-    stages = parameters.pipeline_parallel_degree
     cost = LayerCost(
         samples=max(1, batch.group_batch // batch.microbatches),
         element_bytes=request.activation_element_bytes,
@@ -146,16 +106,12 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         sliced=parameters.optimize == "memory",
         context=ContextShare.of(parameters, request.shape),
     )
-    microbatches = batch.microbatches if stages > 1 else 1
-    # With several pieces, a stage may hold those of all microbatches in flight, as if all forward passes came first.
-    schedule = _IN_WAVES if parameters.virtual_stages > 1 else parameters.pipeline
-    flying = in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
     return stage_activations(
         request.shape,
         cost,
         workload,
         layers=layers,
-        in_flight=flying,
+        in_flight=_in_flight(request, batch, stage),
         has_loss=has_loss,
         distributed_loss=embedding_is_distributed(parameters, workload),
         horizon=parameters.activation_loading_horizon if parameters.offload_activations else None,
