@@ -145,6 +145,12 @@ ROWS = [
     Row(22, "llama-3.1-8b", 64, 64, 8192, 2, _FLOAT8, "selective", 10_753, 47.0, _T_H200, gpu="H200"),
 ]
 
+#: Rows on which rates of kernels may be fitted, chosen before the first fit: each model, both GPUs, and both precisions.
+FITTED = (2, 6, 11, 13, 15, 19, 21)
+
+#: Rows that test such rates. Nothing is fitted on them.
+TESTED = tuple(row.number for row in ROWS if row.number not in FITTED)
+
 COLUMNS = ["#", "model", "GPUs", "parallelism", "sequence, batch", "precision"]
 COLUMNS += ["GiB: published", "planned", "ratio", "tok/s: published", "planned", "ratio"]
 
