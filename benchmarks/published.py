@@ -8,11 +8,19 @@ Tokens per second are per GPU. The memory is what PyTorch had reserved at its pe
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_estimator.planning import Plan, named_shape, plan
+from smp_estimator.planning.rates.fitted import CLOCK_AT_500_W
+from smp_estimator.planning.rates.fitted import FITTED as FITTED_RATES
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.rates.kernel_rates import KernelRates
 
 GIB = 2**30
 
@@ -67,9 +75,15 @@ class Row:
             given["context_parallel_degree"] = self.context
         return given
 
-    def planned(self) -> Plan:
-        """Return the plan of this job."""
+    def planned(self, rates: KernelRates = FITTED_RATES, clock: float = CLOCK_AT_500_W) -> Plan:
+        """Return the plan of this job.
+
+        Args:
+            clock: part of an H100's clock at 500 W.
+        """
         is_h100 = self.gpu == "H100"
+        if is_h100:
+            rates = rates.slowed(clock, memory=2400 / 3350)
         return plan(
             named_shape(self.model),
             "ml.p5.48xlarge" if is_h100 else "ml.p5en.48xlarge",
@@ -84,9 +98,18 @@ class Row:
             optimizer="adamw",
             engine="fsdp2",
             compiled="compiled" in self.precision,
+            float8="float8" in self.precision,
+            async_tensor="async" in self.precision,
+            rates=rates,
             # It was switched off in 2024, and on in 2025.
             compiled_loss="compiled" in self.precision and not self.source.startswith(_T_8B),
         )
+
+    def speed(self, rates: KernelRates = FITTED_RATES, clock: float = CLOCK_AT_500_W) -> float:
+        """Return the planned tokens per second and GPU."""
+        time = self.planned(rates, clock).time
+        assert time is not None, self.number
+        return time.tokens_per_second / self.gpus
 
     @property
     def parallelism(self) -> str:
@@ -161,8 +184,7 @@ def table() -> Iterator[str]:
     yield "|---" * len(COLUMNS) + "|"
     for row in ROWS:
         made = row.planned()
-        gib, time = made.total_bytes / GIB, made.time
-        speed = time.tokens_per_second / row.gpus if time is not None else 0.0
+        gib, speed = made.total_bytes / GIB, row.speed()
         cells: list[Any] = [
             row.number,
             row.model,
@@ -177,5 +199,34 @@ def table() -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
+def fit() -> tuple[KernelRates, float]:
+    """Return the rates and the clock at which the time of the fitted rows is nearest, by the squares of logarithms.
+
+    Three parts of a peak and the clock are searched, one after the other, in steps that become smaller. The parts of the memory's
+    bandwidth and of links stay as they are assumed.
+    """
+    rows = [row for row in ROWS if row.number in FITTED]
+
+    def error(values: tuple[float, ...]) -> float:
+        matrix, float8, attention, clock = values
+        rates = dataclasses.replace(FITTED_RATES, matrix=matrix, matrix_float8=float8, attention=attention)
+        return sum(math.log(row.speed(rates, clock) / row.tokens) ** 2 for row in rows)
+
+    best: tuple[float, ...] = (0.7, 0.6, 0.5, 0.8)
+    step = 1.2
+    least = error(best)
+    while step > 1.002:
+        found = False
+        for place in range(len(best)):
+            for factor in (step, 1 / step):
+                tried = (*best[:place], min(1.0, best[place] * factor), *best[place + 1 :])
+                if (now := error(tried)) < least:
+                    best, least, found = tried, now, True
+        if not found:
+            step = math.sqrt(step)
+    matrix, float8, attention, clock = best
+    return dataclasses.replace(FITTED_RATES, matrix=matrix, matrix_float8=float8, attention=attention), clock
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print(fit() if sys.argv[1:] == ["fit"] else "\n".join(table()))

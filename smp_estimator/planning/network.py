@@ -157,8 +157,20 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
     data, late, summed = 0.0, 0.0, summed_bytes(parameters)
     if degree > 1:
         passes = k * parameters.microbatches  # each gathers, and sums inside its group, for itself
+        keep = workload.engine == "fsdp2" and stages > 1
+        if keep:  # FSDP2 gathers once, and sums after the last microbatch
+            passes = 1
         gathered = 1 if parameters.fp8 else b  # of linear layers, the most by far
-        data = sharded_bytes(ranks, degree, stage.elements, b, summed=summed, accumulation=passes, gathered=gathered)
+        data = sharded_bytes(
+            ranks,
+            degree,
+            stage.elements,
+            b,
+            summed=summed,
+            accumulation=passes,
+            keep_gathered=keep,
+            gathered=gathered,
+        )
         late = reduce_bytes(ranks // degree, stage.elements * summed / degree)
     elif parameters.ddp:
         shares = parameters.shard_optimizer_state

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import kind_of, suggest
@@ -17,6 +17,9 @@ from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape, Weight
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.rates.kernel_rates import KernelRates
 
 #: Part of its published peak that a GPU reaches in the arithmetic of a step, if none is given. Narayanan et al. 2021
 #: measured 44–52 % on A100, with everything else of a step included.
@@ -60,6 +63,10 @@ class Workload:
             results of every second matrix product and of attention.
         engine: ``"smp"``, or ``"fsdp2"`` for a job of PyTorch's FSDP2 with fp32 parameters.
         compiled: each layer is compiled, so that it keeps only what backward reads.
+        float8: matrix products of the layers are in float8, as by torchao; it changes the time only.
+        async_tensor: messages of tensor parallelism travel beside the products; it changes the time only.
+        rates: parts of its peaks that the GPU's kernels reach, such as ``smp-estimator calibrate`` measures; None: one part for
+            everything, ``utilisation``, or for the engine ``"fsdp2"`` those that were fitted to published measurements.
         compiled_loss: the loss is compiled too, and has no fp32 logits; known for the engine ``"fsdp2"``.
         fused_attention: attention that keeps no [seq, seq] maps.
         dropout: the model drops activations and keeps the masks.
@@ -94,6 +101,9 @@ class Workload:
     engine: str = "smp"
     compiled: bool = False
     compiled_loss: bool = False
+    float8: bool = False
+    async_tensor: bool = False
+    rates: KernelRates | None = None
     samples: int | None = None
     tokens: int | None = None
     epochs: int = 1

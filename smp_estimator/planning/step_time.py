@@ -23,13 +23,21 @@ from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.device_memory import embedding_is_distributed
+from smp_estimator.planning.rates.fitted import FITTED
+from smp_estimator.planning.request import UTILISATION
+from smp_estimator.planning.timing.kernels import KernelSeconds, kernel_seconds, recomputed_part
 from smp_records.rate_card import RateCard
 
 if TYPE_CHECKING:
     from smp_estimator.planning.network import Traffic
+    from smp_estimator.planning.rates.kernel_rates import KernelRates
     from smp_estimator.planning.request import Request
 
 _HOUR = 3600.0
+
+#: Part of the messages of tensor parallelism that asynchronous products leave in the open. An assumption: for a Llama 3 70B on 256
+#: H100 they make bf16 9 % faster (torchtitan's asyncTP table of 2025-06), and messages are a fifth of the step.
+_ASYNC_PART = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class StepTime:
         hidden: of ``data``, what is sent beside the arithmetic.
         tokens: that all ranks read in the step.
         context: keys and values of attention, without what travels beside its arithmetic.
+        update: the optimizer's step, if rates of kernels are known.
+        uncertainty: the relative error that is to be expected; None if none is known.
     """
 
     operations: float
@@ -61,18 +71,21 @@ class StepTime:
     hidden: float
     tokens: int
     context: float = 0.0
+    update: float = 0.0
+    uncertainty: float | None = None
 
     @property
     def total(self) -> float:
         """Return the seconds from one update to the next."""
-        return self.arithmetic + self.tensor + self.context + self.idle + self.pipeline + self.data - self.hidden
+        stays = self.arithmetic + self.tensor + self.context + self.idle + self.pipeline + self.update
+        return stays + self.data - self.hidden
 
     @property
     def tokens_per_second(self) -> float:
         """Return the tokens per second of the whole job."""
         return self.tokens / self.total
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         """Return the seconds by kind, and the assumptions."""
         return {
             "seconds": self.total,
@@ -83,6 +96,8 @@ class StepTime:
             "pipeline": self.pipeline,
             "data_parallel": self.data,
             "data_parallel_hidden": self.hidden,
+            "update": self.update,
+            "uncertainty": self.uncertainty,
             "tokens_per_second": self.tokens_per_second,
             "operations_per_rank": self.operations,
             "peak_operations_per_second": self.peak,
@@ -232,10 +247,15 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     # Never NaN: unknown_because() has found a published peak.
     peak = 1e12 * (known.gpu_facts.tflops(precision_of(request)) or math.nan)
     forward, backward = operations_of_rank(request, batch)
-    speed = peak * request.workload.utilisation
-    arithmetic = (forward + backward) / speed
-    links = _Links(known, topology, request.processes_per_host)
-    tensor = links.seconds(sent.tensor, Group.TP)
+    kernels, rates = _kernels(request, batch, peak, known)
+    utilisation = request.workload.utilisation
+    arithmetic, of_backward, update = (forward + backward) / (peak * utilisation), backward / (peak * utilisation), 0.0
+    if kernels is not None:
+        arithmetic, of_backward, update = kernels.forward + kernels.backward, kernels.backward, kernels.update
+        utilisation = (forward + backward) / (peak * arithmetic)
+    speed = peak * utilisation
+    links = _Links(known, topology, request.processes_per_host, 1.0 if rates is None else rates.links)
+    tensor = links.seconds(sent.tensor, Group.TP) * (_ASYNC_PART if request.workload.async_tensor else 1.0)
     context = _context_seconds(request, batch, sent, links, speed)
     waits = idle_of(request)
     early = sent.data - sent.data_late
@@ -246,12 +266,12 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     else:
         early, late = links.seconds(early, Group.RDP), links.seconds(sent.data_late, Group.RDP)
         # Buckets leave in the backward pass that ends the accumulation.
-        hidden = min(early, backward / speed / request.workload.accumulation)
+        hidden = min(early, of_backward / request.workload.accumulation)
     # ``waits`` is a part of the whole step, waiting included; of the rest alone it is waits / (1 − waits).
     return StepTime(
         operations=forward + backward,
         peak=peak,
-        utilisation=request.workload.utilisation,
+        utilisation=utilisation,
         arithmetic=arithmetic,
         tensor=tensor,
         idle=(arithmetic + tensor + context) * waits / (1 - waits),
@@ -260,7 +280,24 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         hidden=hidden,
         tokens=batch.tokens,
         context=context,
+        update=update,
+        uncertainty=None if rates is None else _uncertainty(rates, parameters.context_parallel_degree),
     )
+
+
+def _uncertainty(rates: KernelRates, context: int) -> float:
+    return rates.uncertainty if context == 1 else rates.uncertainty_of_context
+
+
+def _kernels(
+    request: Request, batch: Batches, peak: float, known: Instance
+) -> tuple[KernelSeconds | None, KernelRates | None]:
+    """Return the seconds of kernels and their rates; None if one part of the peak counts for everything."""
+    workload = request.workload
+    rates = workload.rates or (FITTED if workload.engine == "fsdp2" and workload.utilisation == UTILISATION else None)
+    if rates is None or known.memory_gb_per_s is None:
+        return None, None
+    return kernel_seconds(request, batch, rates, peak, known.memory_gb_per_s * 1e9), rates
 
 
 def _context_seconds(request: Request, batch: Batches, sent: Traffic, links: _Links, speed: float) -> float:
@@ -310,7 +347,7 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
     )
     head_ranks = tensor if embedding_is_distributed(parameters, script) or not parameters.prescaled_batch else 1
     head = tokens * 2 * shape.vocabulary * shape.hidden / (stages * head_ranks)
-    again = layers if script.activation_checkpointing is not None else 0.0
+    again = layers * recomputed_part(request)
     # Backward has two products for each of forward: gradients of the inputs, and of the weights.
     return layers + head, 2 * (layers + head) + again
 
@@ -326,21 +363,23 @@ def step_cost(request: Request, seconds: float | None, tokens: int) -> StepCost 
 class _Links:
     """The times that a topology's groups need for their bytes, by the rates of the instance."""
 
-    def __init__(self, known: Instance, topology: Topology, per_host: int) -> None:
+    def __init__(self, known: Instance, topology: Topology, per_host: int, part: float = 1.0) -> None:
+        self._part = part
         self._topology, self._per_host = topology, per_host
         self._card = RateCard.of_instance(known.name, processes_per_host=per_host)
 
     def seconds(self, sent: float, group: Group) -> float:
         """Return the time in which each rank of groups of this kind sends ``sent`` bytes to others of its group."""
         on_host = Counter(rank // self._per_host for rank in self._members(group))
-        return self._card.seconds_of_traffic(sent, max(on_host.values()), len(on_host))
+        return self._card.seconds_of_traffic(sent, max(on_host.values()), len(on_host)) / self._part
 
     def exchange_seconds(self, sent: float, ranks: int) -> float:
         """Return the time in which each rank of a context group receives ``sent`` bytes from the others, without latency."""
         hosts = len({rank // self._per_host for rank in self._members(Group.CONTEXT)})
         if not sent:
             return 0.0
-        return self._card.seconds_of_exchange(sent, ranks, hosts) - self._card.seconds_of_exchange(0, ranks, hosts)
+        seconds = self._card.seconds_of_exchange(sent, ranks, hosts) - self._card.seconds_of_exchange(0, ranks, hosts)
+        return seconds / self._part
 
     def _members(self, group: Group) -> list[int]:
         """Return the ranks of rank 0's group of this kind; the other groups are placed in the same way."""

@@ -9,6 +9,7 @@ from smp_config.schedules import TRAITS
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, format_memory, rule_line
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
+from smp_estimator.planning.rates.fitted import FITTED
 from smp_estimator.planning.report import ColouredText, Grid, Lines, Report
 from smp_estimator.planning.request import ENGINES
 from smp_estimator.planning.step_time import precision_of, unknown_because
@@ -131,13 +132,16 @@ def time_lines(plan: Forecast) -> list[str]:
         "waiting for other stages": time.idle,
         "pipeline": time.pipeline,
         "data parallel": time.data - time.hidden,
+        "update": time.update,
     }
     kinds = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in parts.items() if seconds)
+    error = "" if time.uncertainty is None else f" ± {time.uncertainty:.0%}"
     hidden = f" (and {time.hidden:.3g} beside the arithmetic)" if time.hidden else ""
-    assumed = (
-        f"assumed: {time.utilisation:.0%} of the peak in {precision} ({known.gpu}: {time.peak / 1e12:g} TFLOP/s), "
-        f"{known.link_gb_per_s:g} GB/s between the GPUs of a host"
-    )
+    rates = plan.request.workload.rates or FITTED
+    assumed = f"assumed: {time.utilisation:.0%} of the peak in {precision} ({known.gpu}: {time.peak / 1e12:g} TFLOP/s)"
+    if time.uncertainty is not None:
+        assumed += f" by the rates of kernels: {', '.join(rates.sources)}"
+    assumed += f", {known.link_gb_per_s:g} GB/s between the GPUs of a host"
     if plan.request.instance_count > 1:
         assumed += f", {known.network_baseline_gbps:g} Gbit/s between hosts"
     offloaded = (
@@ -145,7 +149,7 @@ def time_lines(plan: Forecast) -> list[str]:
     )
     return [
         *said,
-        f"a step takes about {time.total:.3g} s, {time.tokens_per_second:,.0f} tokens per second: {kinds}{hidden}",
+        f"a step takes about {time.total:.3g} s{error}, {time.tokens_per_second:,.0f} tokens per second: {kinds}{hidden}",
         f"{assumed}, no latency{offloaded}",
     ]
 

@@ -407,6 +407,7 @@ def test_fsdp2_keeps_a_pipeline_gathered_and_sums_its_gradients_whole() -> None:
     assert one.kinds[Kind.GRADIENTS] == one.elements
     assert many.kinds[Kind.GATHERED] > 2 * many.elements
     assert many.kinds[Kind.PARAMETERS] == many.elements
+    assert "engine fsdp2" in str(planned({**settings, "microbatches": 2}, 2, shape, engine="fsdp2"))
     with pytest.raises(ConfigError, match=r"^shard_optimizer_state is set.*remove shard_optimizer_state"):
         planned({"ddp": True, "shard_optimizer_state": True}, engine="fsdp2")
     with pytest.raises(ConfigError, match=r"^engine is 'fdsp2'.*use one of them"):

@@ -187,6 +187,29 @@ def test_rates_are_fitted_on_seven_rows_and_tested_on_the_others() -> None:
     assert published.TESTED == (1, 3, 4, 5, 7, 8, 9, 10, 12, 14, 16, 17, 18, 20, 22)
 
 
+def test_time_that_others_measured_is_planned_within_its_uncertainty() -> None:
+    rows = [row for row in published.ROWS if row.number in published.TESTED]
+    error = {row.number: row.speed() / row.tokens - 1 for row in rows}
+    assert {number for number, each in error.items() if abs(each) > 0.15} == {9, 10, 16, 17, 18}
+    for row in rows:
+        time = row.planned().time
+        assert time is not None
+        assert time.uncertainty is not None
+        assert abs(error[row.number]) <= time.uncertainty, row.number
+    assert "± 12%" in str(rows[0].planned())
+    # Ratios inside a table: compiled, and interleaved.
+    for one, other in ((2, 1), (14, 13)):
+        a, b = published.ROWS[one - 1], published.ROWS[other - 1]
+        assert a.speed() / b.speed() == pytest.approx(a.tokens / b.tokens, rel=0.03)
+
+
+def test_the_fit_leads_to_the_rates_of_the_plan() -> None:
+    rates, clock = published.fit()
+    assert clock == pytest.approx(published.CLOCK_AT_500_W, rel=0.01)
+    for name in ("matrix", "matrix_float8", "attention"):
+        assert getattr(rates, name) == pytest.approx(getattr(published.FITTED_RATES, name), rel=0.01)
+
+
 def test_memory_that_others_measured_is_planned_within_13_percent() -> None:
     ratios = {row.number: row.planned().total_bytes / 2**30 / row.gib for row in published.ROWS if row.gib is not None}
     assert len(ratios) == 20

@@ -65,6 +65,7 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--engine", default="smp", show_default=True, help="smp, or fsdp2 for a job of PyTorch's FSDP2."),
         click.option("--compiled", is_flag=True, help="Each layer is compiled."),
         click.option("--compiled-loss", is_flag=True, help="The loss is compiled too; for the engine fsdp2."),
+        click.option("--float8", is_flag=True, help="Matrix products of the layers are in float8; changes the time."),
         click.option("--optimizer", default="adam", show_default=True),
         click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),

@@ -112,6 +112,7 @@ def stage_of_fsdp2(
     kinds = {
         Kind.PARAMETERS: round(_FP32 * total / shards),
         Kind.GRADIENTS: round(_FP32 * trainable / shards) + whole,
+        Kind.MASTER: 0,
         Kind.OPTIMIZER: round(OPTIMIZER_BYTES[workload.optimizer] * trainable / shards),
         Kind.ACTIVATIONS: activations.kept + activations.layers,
         Kind.GATHERED: round(gathered + on_gather_stream),
