@@ -71,7 +71,25 @@ def _encoder_layer():
     return layer.requires_grad_(False)
 
 
-#: Operations that need nothing of other ranks, or only sums.
+def _convolve(x, w, width, ends=(0, 0), groups=1, **options):
+    """Convolve along positions, with a weight of ``width`` made of ``w``."""
+    weight = torch.stack([w[:, : D // groups] * (place + 1) for place in range(width)], -1)
+    return F.conv1d(F.pad(x.transpose(1, 2), ends), weight, w[0], groups=groups, **options)
+
+
+CONVOLUTIONS = {
+    "convolution": lambda x, w, **_: _convolve(x, w, 3, padding=1),
+    "causal convolution": lambda x, w, **_: _convolve(x, w, 4, padding=3, groups=D)[..., :T].transpose(1, 2) + x,
+    "causal convolution padded before": lambda x, w, **_: _convolve(x, w, 4, (3, 0)).transpose(1, 2) * x,
+    "convolution without padding": lambda x, w, **_: _convolve(x, w, 3),
+    "convolution of the same length": lambda x, w, **_: _convolve(x, w, 4, padding="same", dilation=2),
+    "convolution of one position": lambda x, w, **_: _convolve(x, w, 1),
+    "convolution with steps": lambda x, w, **_: _convolve(x, w, 3, padding=2, stride=2),
+    "wide convolution": lambda x, w, **_: _convolve(x, w, 6, padding=5, dilation=2),
+    "convolution of a slice": lambda x, w, **_: _convolve(x[:, 1:-1], w, 3, padding=1).transpose(1, 2) + x[:, 1:-1],
+}
+
+#: Operations that need nothing of other ranks, or only sums, or few positions.
 LOCAL = {
     "add": lambda x, y, **_: x + y * 2 - 1,
     "broadcast": lambda x, p, s, **_: x * p + s,
@@ -150,12 +168,30 @@ LOCAL = {
     "set features": lambda x, **_: _set(x, (slice(None), slice(None), slice(0, 2)), 0.0),
     "addmm": lambda x, w, s, **_: torch.addmm(s, x.view(-1, D), w),
     "scores": lambda x, y, **_: _heads(x) * 0.5,
+    "near cumsum": lambda x, n, **_: [x.cumsum(1), (n > 2).int().cumsum(dim=1), x.transpose(1, 2).cumsum(-1)],
+    "near cumsum of slices": lambda x, n, **_: [
+        x[:, 2:].cumsum(1),
+        x[:, ::2].cumsum(1),
+        F.pad(x, (0, 0, 2, 1)).cumsum(1),
+    ],
+    "near set positions": lambda x, y, **_: _set(x, (slice(None), slice(1, 4)), y[:, 2:5]),
+    "near set a position": lambda x, p, **_: _set(_set(x, (slice(None), -2), p[3]), (0, 4, slice(1, 3)), 7.0),
+    "near set rows": lambda x, p, **_: _set(x, (slice(None), slice(2, None, 3)), p[2::3]),
+    "near set mask": lambda x, m, **_: [_set(x[..., 1], m, 2.0), _set(x, x > 1, torch.tensor(0.5, dtype=x.dtype))],
+    "near shift": lambda n, **_: _shift(n),
+    "near shift with a start": lambda n, **_: _set(_shift(n), (slice(None), 0), 5),
+    "near first and last": lambda x, n, **_: [x[:, [0, -1]], n[:, [-1, 0]] + 0.0],
+    "near table": lambda n, w, p, **_: [
+        w[n],
+        w.index_select(0, n.view(-1)),
+        p[:, 0].expand(B, T).gather(1, n),
+    ],
+    **{f"near {name}": operation for name, operation in CONVOLUTIONS.items()},
 }
 
 #: Operations that gather whole sequences.
 GATHERING = {
-    "cumsum": lambda x, **_: x.cumsum(1),
-    "convolution": lambda x, w, **_: F.conv1d(x.transpose(1, 2), w[..., None].expand(D, D, 3), padding=1),
+    "one position beside all": lambda x, y, **_: [x[:, -1:] - x, x * y[:, 2:3], torch.where(x[:, :1] > 0, x, y)],
     "flip": lambda x, **_: x.flip(1),
     "flip of two dims": lambda x, **_: x.flip(2, 1),
     "roll": lambda x, **_: torch.roll(x, 1, 1),
@@ -170,9 +206,6 @@ GATHERING = {
     "cat of positions": lambda x, y, **_: torch.cat([x, y], dim=1),
     "split positions": lambda x, **_: list(x.split(4, dim=1)),
     "chunked view": lambda x, **_: x.view(B, 1, T, D).reshape(B * D, T),
-    "set positions": lambda x, y, **_: _set(x, (slice(None), slice(1, 4)), y[:, 2:5]),
-    "set by mask": lambda x, m, **_: _set(x, m, 2.0),
-    "shift": lambda n, **_: _shift(n),
     "sort": lambda x, **_: x.sort(1).values,
     "group norm": lambda x, **_: F.group_norm(x.transpose(1, 2), 2),
     "attention": lambda x, y, **_: F.scaled_dot_product_attention(_heads(x), _heads(y), _heads(x), is_causal=True),
@@ -246,7 +279,7 @@ def test_operations_with_a_rule_gather_nothing(name):
         assert not gathered
 
 
-@pytest.mark.parametrize("name", [name for name in LOCAL if name.startswith(("pad ", "two ", "loss of "))])
+@pytest.mark.parametrize("name", [name for name in LOCAL if name.startswith(("pad ", "two ", "loss of ", "near "))])
 def test_positions_move_between_three_ranks(name):
     for *_, gathered, _ in _compare(LOCAL[name], 3):
         assert not gathered

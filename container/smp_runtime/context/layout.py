@@ -59,11 +59,29 @@ class SequenceLayout:
         """Return the layout of a slice of the sequence, and for each rank the places of the slice's positions in its own."""
         selected, places = _select(self.key, self.positions, start, stop, step)
         length = len(range(start, stop, step))
+        key, before, after = self._padding()
+        if before + after and (start, length, step) == (before, self.length - before - after, 1):
+            return SequenceLayout(key, length, selected), list(places)  # without its padding it is what it was
         return SequenceLayout(("slice", self.key, start, stop, step), length, selected), list(places)
 
     def padded(self, before: int, after: int) -> SequenceLayout:
         """Return the layout of the sequence with further positions before and after; the first and last rank hold them."""
         return _padded(self.base, before, after)
+
+    def _padding(self) -> tuple[Hashable, int, int]:
+        """Return the key without padding, and the positions of padding before and after."""
+        if isinstance(self.key, tuple) and self.key[0] == "padded":
+            return self.key[1], self.key[2], self.key[3]
+        return self.key, 0, 0
+
+    def without_padding(self) -> SequenceLayout:
+        """Return the layout of the sequence before it was padded; itself if it was not."""
+        _, before, after = self._padding()
+        return self.select(before, self.length - after, 1)[0] if before + after else self
+
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """Return for each rank the ranges of neighboring positions that it holds, ascending."""
+        return _runs(self.base)
 
     @always_computed
     def rank_of(self, position: int) -> int:
@@ -86,6 +104,30 @@ def _select(
         selected.append((held[inside] - start) // step)
         places.append(inside.nonzero()[:, 0])
     return tuple(selected), tuple(places)
+
+
+@functools.lru_cache(maxsize=64)
+@always_computed
+def _runs(layout: SequenceLayout) -> tuple[tuple[range, ...], ...]:
+    found = []
+    for held in layout.positions:
+        ends = [*(held.diff() != 1).nonzero()[:, 0].add(1).tolist(), len(held)] if len(held) else []
+        firsts = held[[0, *ends[:-1]]].tolist() if ends else []
+        sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+        found.append(tuple(range(first, first + size) for first, size in zip(firsts, sizes, strict=True)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+@always_computed
+def of_runs(layout: SequenceLayout) -> SequenceLayout:
+    """Return the layout of a sequence with one element for each run of neighboring positions of another one."""
+    owners = sorted((run.start, rank) for rank, runs in enumerate(layout.runs()) for run in runs)
+    places: list[list[int]] = [[] for _ in layout.positions]
+    for number, (_, rank) in enumerate(owners):
+        places[rank].append(number)
+    held = tuple(torch.tensor(numbers, dtype=torch.int64) for numbers in places)
+    return SequenceLayout(("runs", layout.key), len(owners), held)
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,6 +168,8 @@ def layout_of(key: Any) -> SequenceLayout:
     kind, *facts = key
     if kind == "slice":
         return layout_of(facts[0]).select(*facts[1:])[0]
+    if kind == "runs":
+        return of_runs(layout_of(facts[0]))
     if kind == "padded":
         return layout_of(facts[0]).padded(*facts[1:])
     return {"zigzag": zigzag, "contiguous": contiguous}[kind](*facts)

@@ -12,4 +12,5 @@ from smp_runtime.context.rules import (  # noqa: F401 - each registers its rules
     reductions,
     varlen,
     views,
+    windows,
 )

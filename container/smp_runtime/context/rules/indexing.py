@@ -40,7 +40,7 @@ def _place_of(parts: list[Any], dim: int) -> int:
 def _get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequence, index = args
     if not isinstance(sequence, ShardedSequence):
-        return NotImplemented
+        return _look_up(sequence, index)
     parts = _expand_index(sequence, index)
     if parts is None:
         return _get_chosen(sequence, index)
@@ -62,6 +62,13 @@ def _get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return selected
 
 
+def _look_up(table: Any, index: Any) -> Any:
+    """Return the rows of a whole table with the numbers of a sequence."""
+    if not isinstance(index, ShardedSequence) or index.dtype in (torch.bool, torch.uint8):
+        return NotImplemented
+    return index.like(table[index.local])
+
+
 def _get_chosen(sequence: ShardedSequence, index: Any) -> Any:
     """Return the entries of one other dim with given numbers; all else of the index is taken whole."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -77,10 +84,33 @@ def _get_chosen(sequence: ShardedSequence, index: Any) -> Any:
         return NotImplemented
     behind_ellipsis = Ellipsis in plain[: places[0]]
     dim = places[0] + (len(expanded) - len(parts) if behind_ellipsis else 0)
-    if dim == sequence.dim_held:
-        return NotImplemented
     numbers = chosen.to(sequence.local.device) % sequence.shape[dim]
+    if dim == sequence.dim_held:
+        return _get_positions(sequence, chosen)
     return sequence.like(sequence.local.index_select(dim, numbers))
+
+
+def _get_positions(sequence: ShardedSequence, chosen: torch.Tensor) -> Any:
+    """Return a few positions, each of which one rank has, on all ranks."""
+    layout, local = sequence.sequence_layout, sequence.local
+    # A sum sends each element twice.
+    if (
+        layout.outer != 1
+        or layout.inner != 1
+        or not 0 < 2 * len(chosen) <= layout.length
+        or chosen.device.type != "cpu"
+    ):
+        return NotImplemented
+    if bool((chosen >= layout.length).any() | (chosen < -layout.length).any()):
+        return NotImplemented  # on the whole it is an error
+    wanted = (chosen % layout.length)[:, None]
+    targets, places = (wanted == layout.positions[sequence.group.rank]).nonzero(as_tuple=True)
+    held = local.index_select(sequence.dim_held, places.to(local.device))
+    shape = [*local.shape[: sequence.dim_held], len(chosen), *local.shape[sequence.dim_held + 1 :]]
+    summed = held if held.is_floating_point() or held.is_complex() else held.to(torch.int64)
+    # The sum over no element is zero, with a graph: all ranks take part in backward.
+    mine = summed.new_zeros(shape).index_add(sequence.dim_held, targets.to(local.device), summed)
+    return sequence.group.sum(mine).to(sequence.dtype)
 
 
 def _get_position(sequence: ShardedSequence, parts: list[Any], place: int) -> Any:
@@ -123,8 +153,10 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
     sequence, dim = args[0], given.get("dim")
     index: Any = given.get("index", given.get("indices"))
-    if not isinstance(sequence, ShardedSequence) or not isinstance(dim, int) or "out" in kwargs:
+    if not isinstance(dim, int) or "out" in kwargs:
         return NotImplemented
+    if not isinstance(sequence, ShardedSequence):
+        return _pick_of_table(func, sequence, dim, index)
     if dim % sequence.dim() == sequence.dim_held:
         return NotImplemented
     if func.__name__ == "index_select":
@@ -139,22 +171,76 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return sequence.like(found)
 
 
+def _pick_of_table(func: Callable[..., Any], table: torch.Tensor, dim: int, index: ShardedSequence) -> Any:
+    """Return elements of a whole table with the numbers of a sequence."""
+    dim %= table.dim()
+    if func.__name__ == "index_select":
+        return index.like(torch.index_select(table, dim, index.local), dim)
+    if func.__name__ != "gather" or dim != index.dim_held:
+        return NotImplemented
+    return index.like(torch.gather(table, dim, index.local))
+
+
 @rule("__setitem__")
 def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed, index, value = args
     if not isinstance(changed, ShardedSequence):
         func(changed, *gather_all((index, value), "__setitem__"))
         return
-    parts = None if changed.is_copy_of_view else _expand_index(changed, index)
-    if parts is not None:
-        place = _place_of(parts, changed.dim_held)
-        if parts[place] == slice(None):
-            behind = sum(not isinstance(part, int) for part in parts[place + 1 :])
-            changed.local[tuple(parts)] = align(value, changed.sequence_layout, -1 - behind, changed, "__setitem__")
-            return
+    if not changed.is_copy_of_view and _set_slices(changed, index, value):
+        return
     whole = changed.whole("__setitem__").clone()
     whole[gather_all(index, "__setitem__")] = gather_all(value, "__setitem__")
     write_back(changed, whole, "__setitem__")
+
+
+def _set_slices(changed: ShardedSequence, index: Any, value: Any) -> bool:
+    """Set elements in the slices that hold them; return whether that could be done."""
+    if _is_mask_of(changed, index, value):
+        held = changed.dim_held - changed.dim()
+        changed.local[align(index, changed.sequence_layout, held, changed, "__setitem__")] = value
+        return True
+    parts = _expand_index(changed, index)
+    if parts is None:
+        return False
+    place = _place_of(parts, changed.dim_held)
+    behind = sum(not isinstance(part, int) for part in parts[place + 1 :])
+    if parts[place] == slice(None):
+        changed.local[tuple(parts)] = align(value, changed.sequence_layout, -1 - behind, changed, "__setitem__")
+        return True
+    return _set_positions(changed, parts, place, value)
+
+
+def _is_mask_of(changed: ShardedSequence, index: Any, value: Any) -> bool:
+    """Return whether a number is to be set where a mask of the sequence's shape is true."""
+    is_number = not isinstance(value, torch.Tensor) or (value.dim() == 0 and not isinstance(value, ShardedSequence))
+    if not is_number or not isinstance(index, torch.Tensor):
+        return False
+    return index.dtype is torch.bool and index.shape == changed.shape
+
+
+def _set_positions(changed: ShardedSequence, parts: list[Any], place: int, value: Any) -> bool:
+    """Set one position or a slice of positions; each rank sets those that it holds."""
+    layout, taken = changed.sequence_layout, parts[place]
+    if layout.outer != 1 or layout.inner != 1:
+        return False
+    behind = sum(not isinstance(part, int) for part in parts[place + 1 :])
+    if isinstance(taken, int):
+        if not -layout.length <= taken < layout.length or isinstance(value, ShardedSequence):
+            return False  # the first is an error, on the whole too
+        taken = slice(taken % layout.length, taken % layout.length + 1)
+        if isinstance(value, torch.Tensor) and value.dim() > behind:
+            value = value.unsqueeze(value.dim() - behind)
+    selected, places = layout.select(*taken.indices(layout.length))
+    before = sum(not isinstance(part, int) for part in parts[:place])
+    target = changed.local[(*parts[:place], slice(None), *parts[place + 1 :])]
+    here = places[changed.group.rank].to(target.device)
+    mine = align(value, selected, -1 - behind, changed, "__setitem__")
+    filled = torch.as_tensor(mine, dtype=target.dtype, device=target.device)
+    filled = filled.flatten(0, filled.dim() - target.dim()) if filled.dim() > target.dim() else filled
+    shape = [*target.shape[:before], len(here), *target.shape[before + 1 :]]
+    target.index_copy_(before, here, filled.expand(shape))
+    return True
 
 
 @rule(

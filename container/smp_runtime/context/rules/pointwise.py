@@ -96,7 +96,11 @@ def compute_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if func.__name__ == "where" and len(args) + len(kwargs) == 1:
         return NotImplemented
     # Of several sequences the one with most dims decides, so that others broadcast to it.
-    first = max(sequences_in((args, kwargs)), key=lambda sequence: (sequence.dim(), sequence.is_floating_point()))
+    # One of a single position cannot: others may have more.
+    first = max(
+        sequences_in((args, kwargs)),
+        key=lambda one: (one.sequence_layout.size > 1, one.dim(), one.is_floating_point()),
+    )
     return run_aligned(func.__name__, func, args, kwargs, first)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smp_runtime.context.layout import of_runs
 from smp_runtime.context.rules.pointwise import compute_pointwise
 from smp_runtime.context.sequence import ShardedSequence, rule
 from smp_runtime.tensors.torch_private import tree_map
@@ -48,10 +49,30 @@ def _run_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if func.__name__ == "flip" and isinstance(dim, int):  # its dims may come one by one
         dim = args[1:]
     dims = [dim] if isinstance(dim, int) else dim
-    if not isinstance(dims, list | tuple) or sequence.dim_held in [one % sequence.dim() for one in dims]:
+    if not isinstance(dims, list | tuple):
         return NotImplemented
+    if sequence.dim_held in [one % sequence.dim() for one in dims]:
+        more = {key for key in kwargs if key != "dim"} or len(args) > place + 1
+        return sum_before(sequence) if func.__name__ == "cumsum" and not more else NotImplemented
     result = func(*_local(args), **_local(kwargs))
     return tree_map(lambda leaf: sequence.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def sum_before(sequence: ShardedSequence) -> Any:
+    """Return the cumulative sums along the sequence; each run of positions tells the others its sum."""
+    layout, dim = sequence.sequence_layout, sequence.dim_held
+    if layout.outer != 1 or layout.inner != 1:
+        return NotImplemented
+    runs, shared = layout.runs()[sequence.group.rank], of_runs(layout)
+    parts = [part.cumsum(dim) for part in sequence.local.split([len(run) for run in runs], dim)]
+    totals = [part.narrow(dim, part.shape[dim] - 1, 1) for part in parts]
+    local = torch.cat(parts, dim) if parts else sequence.local.cumsum(dim)
+    own = torch.cat(totals, dim) if totals else local
+    everyone = sequence.group.gather(own, dim, shared)
+    before = everyone.cumsum(dim) - everyone
+    mine = before.index_select(dim, shared.positions[sequence.group.rank].to(local.device))
+    lengths = torch.tensor([len(run) for run in runs], dtype=torch.int64, device=local.device)
+    return sequence.like(local + mine.repeat_interleave(lengths, dim, output_size=local.shape[dim]))
 
 
 def _local(value: Any) -> Any:
