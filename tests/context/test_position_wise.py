@@ -146,3 +146,83 @@ def test_results_and_gradients_equal_the_whole(case):
     for name, parameter in net.named_parameters():
         mine = torch.stack([dict(model.named_parameters())[name].grad for model in copies]).mean(0)
         torch.testing.assert_close(mine, parameter.grad, atol=1e-12, rtol=1e-12)
+
+
+def decaying_scan(x, gate, shared, decay, state=None, return_state=False):
+    """Remember ``[batch, positions, channels]`` with a decay for each channel."""
+    state = torch.zeros_like(x[:, 0]) if state is None else state
+    out = []
+    for place in range(x.shape[1]):
+        state = state * torch.exp(-decay.abs() * gate[:, place].sigmoid()) + x[:, place] * shared[:, place]
+        out.append(torch.tanh(state))
+    return torch.stack(out, 1), state if return_state else None
+
+
+def mixing_scan(x, gate, shared, decay, return_state=False):
+    out, state = decaying_scan(x, gate, shared, decay, return_state=return_state)
+    return out + x.mean(2, keepdim=True), state
+
+
+class Scanning(nn.Module):
+    """Call a scan by the name in this file, or by an attribute."""
+
+    def __init__(self, own=None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.gate, self.decay = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scan = decaying_scan if self.own is None else self.own
+        out, state = scan(x, self.gate(x), x[..., :1], self.decay, return_state=True)
+        return out * 2 + state[:, None]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_scans_run_by_channel(monkeypatch, ranks):
+    monkeypatch.setitem(globals(), "decaying_scan", decaying_scan)  # which is put back
+    for received, gathered in _train_scan(Scanning(), ranks):
+        assert not gathered
+        # Four exchanges of a part of the channels in each pass, the column that all share, and the state.
+        assert received < 8 * B * T * D * 8
+
+
+def test_scans_that_mix_channels_run_whole(monkeypatch):
+    monkeypatch.setitem(globals(), "decaying_scan", decaying_scan)
+    for _, gathered in _train_scan(Scanning(mixing_scan), 2):
+        assert gathered.keys() == {"mixing_scan"}
+
+
+def test_modules_with_scans_are_copied(monkeypatch):
+    monkeypatch.setitem(globals(), "mixing_scan", mixing_scan)
+    net = Scanning(mixing_scan)
+    prepare(net.modules())
+    given = torch.randn(B, T, D)
+    assert torch.equal(copy.deepcopy(net)(given), net(given))
+
+
+def _train_scan(net, ranks):
+    """Compare values and gradients with one process; return what each rank received, and what it gathered."""
+    net = Net(net).double()
+    given = torch.randn(B, T, D, dtype=torch.float64)
+    wanted = net(given)
+    (wanted * wanted).sum().backward()
+    gradients = [one.grad for one in net.parameters()]
+    copies = [copy.deepcopy(net) for _ in range(ranks)]
+
+    def rank(group):
+        mine = copies[group.rank]
+        mine.zero_grad()
+        prepare(mine.modules())
+        found = mine(cut(given, group))
+        (found * found).sum().backward()
+        received, gathered = group.received, dict(group.gathered)
+        return whole_of(found), [one.grad for one in mine.parameters()], received, gathered
+
+    everyone = run_context(ranks, rank)
+    for found, *_ in everyone:
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    for place, gradient in enumerate(gradients):
+        mean = sum(theirs[place] for _, theirs, *_ in everyone) / ranks
+        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10)
+    return [(received, gathered) for *_, received, gathered in everyone]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_runtime.context.channels import prepare_scans
 from smp_runtime.context.sequence import ShardedSequence, sequences_in
 from smp_runtime.tensors.random_state import RandomState
 from smp_runtime.tensors.torch_private import tree_flatten, tree_map
@@ -199,11 +200,13 @@ def wrap_positions(result: Any, first: ShardedSequence) -> Any:
 
 
 def prepare(modules: Iterable[nn.Module]) -> None:
-    """Let mixtures of experts run on slices, where that is proven.
+    """Let mixtures of experts run on slices, and scans by channel, where that is proven.
 
     Args:
         modules: of a model, all that this rank runs.
     """
+    modules = list(modules)
+    prepare_scans(modules)
     for module in modules:
         is_tried = _TRIED.search(type(module).__name__) is not None
         if is_tried and not any(_MIXING.search(type(part).__name__) for part in module.modules()):
