@@ -44,6 +44,7 @@ def state_bytes(optimizer: str, weight: Weight) -> int:
     """Return the bytes of optimizer state per element of a parameter, in fp32."""
     return OPTIMIZER_BYTES["adamw" if optimizer == "muon" and not weight.matrix else optimizer]
 
+
 #: Checkpointing that keeps the results of some operations of each layer, and computes the others again.
 SELECTIVE = "selective"
 

@@ -21,7 +21,7 @@ from smp_config import ConfigError
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.memory.kinds import Kind, StageMemory
-from smp_estimator.planning.request import OPTIMIZER_BYTES
+from smp_estimator.planning.request import state_bytes
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -81,13 +81,15 @@ def stage_of_fsdp2(
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     passes = parameters.microbatches * workload.accumulation
     has_stages = parameters.pipeline_parallel_degree > 1
-    total = trainable = matrices = root = 0
+    total = trainable = matrices = root = moments = 0
     units: dict[int, int] = {}
     for weight in weights:
         is_matrix = weight.split or weight.embedding
         local = -(-weight.elements // tensor) if is_matrix else weight.elements
         total += local
-        trainable += local if weight.trainable else 0
+        if weight.trainable:
+            trainable += local
+            moments += local * state_bytes(workload.optimizer, weight)
         matrices += local if weight.split else 0
         if weight.layer is None or weight.layer < 0:
             root += local
@@ -113,7 +115,7 @@ def stage_of_fsdp2(
         Kind.PARAMETERS: round(_FP32 * total / shards),
         Kind.GRADIENTS: round(_FP32 * trainable / shards) + whole,
         Kind.MASTER: 0,
-        Kind.OPTIMIZER: round(OPTIMIZER_BYTES[workload.optimizer] * trainable / shards),
+        Kind.OPTIMIZER: round(moments / shards),
         Kind.ACTIVATIONS: activations.kept + activations.layers,
         Kind.GATHERED: round(gathered + on_gather_stream),
         Kind.BUCKETS: buckets,

@@ -233,7 +233,8 @@ def _set_positions(changed: ShardedSequence, parts: list[Any], place: int, value
             value = value.unsqueeze(value.dim() - behind)
     selected, places = layout.select(*taken.indices(layout.length))
     before = sum(not isinstance(part, int) for part in parts[:place])
-    target = changed.local[(*parts[:place], slice(None), *parts[place + 1 :])]
+    at_all_positions = (*parts[:place], slice(None), *parts[place + 1 :])
+    target = changed.local[at_all_positions]
     here = places[changed.group.rank].to(target.device)
     mine = align(value, selected, -1 - behind, changed, "__setitem__")
     filled = torch.as_tensor(mine, dtype=target.dtype, device=target.device)

@@ -76,7 +76,7 @@ class MatrixUpdate(Protocol):
 
 
 def update_here(update: MatrixUpdate, matrices: Matrices) -> None:
-    """MatrixUpdate the matrices that this rank has whole."""
+    """Update the matrices that this rank has whole."""
     for region in matrices.regions:
         if region.is_whole:
             direction = update.direction(matrices, region)

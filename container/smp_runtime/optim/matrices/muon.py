@@ -104,7 +104,7 @@ class MuonUpdate:
 def update_matrices(
     update: MuonUpdate, groups: Sequence[Settings], whole: WholeMatrices | None, flag: str = ""
 ) -> None:
-    """MatrixUpdate the matrices of an optimizer; with ``whole`` all ranks of a stage call this.
+    """Update the matrices of an optimizer; with ``whole`` all ranks of a stage call this.
 
     Args:
         groups: the optimizer's.
