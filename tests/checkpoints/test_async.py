@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from smp_runtime.checkpoint import save_partial as saving
 from smp_runtime.checkpoint.files.manifest import newest_name
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.errors import CheckpointError
+from smp_runtime.tensors.host_memory.snapshot import TensorSnapshot
 
 
 def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path):
@@ -53,8 +55,6 @@ class _Slow:
     """Files that are written when a test lets them."""
 
     def __init__(self, monkeypatch) -> None:
-        import threading
-
         self.may_write = threading.Event()
         original = saving.write_recorded
 
@@ -73,8 +73,6 @@ def test_nothing_appears_before_all_is_written_and_the_next_save_waits(solo, tmp
     run.save(str(tmp_path), "1", 1, async_save=True)
     run.train(1, 2)
     assert newest_name(tmp_path) is None
-    import threading
-
     threading.Timer(0.3, slow.may_write.set).start()
     run.save(str(tmp_path), "2", 2, async_save=True, num_kept_partial_checkpoints=2)
     assert (tmp_path / "1_partial" / "manifest.json").is_file()
@@ -154,6 +152,85 @@ def test_what_is_not_elementwise_is_that_of_the_call_too(solo, tmp_path, monkeyp
     assert float(optimizer.param_groups[0]["lr"]) == 0.5
     assert (history[0].tolist(), history[1]["last"].tolist(), len(history)) == ([1, 1, 1], [1], 2)
     assert (model.module.seen["most"].tolist(), model.module.seen["counts"]) == ([0, 0], [0])
+
+
+class _SlowCopies:
+    """Copies of the optimizer's state that a test lets go on."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.may_copy = threading.Event()
+        original = TensorSnapshot.copy_rest
+
+        def copy(snapshot, arena):
+            assert self.may_copy.wait(30)
+            original(snapshot, arena)
+
+        monkeypatch.setattr(TensorSnapshot, "copy_rest", copy)
+
+
+def test_an_update_waits_until_the_state_is_copied_and_weights_are_copied_at_once(solo, tmp_path, monkeypatch):
+    solo({})
+    run = Training()
+    run.train(0, 2)
+    states = [state["exp_avg"] for state in run.optimizer.state.values()]
+    expected = [state.clone() for state in states]
+    weights = [parameter.detach().clone() for parameter in run.model.parameters()]
+    slow = _SlowCopies(monkeypatch)
+    run.save(str(tmp_path), "1", 2, async_save=True)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(2)
+    threading.Timer(0.3, slow.may_copy.set).start()
+    run.train(2, 4)
+    assert slow.may_copy.is_set()
+    smp.wait_for_checkpoint()
+    assert not any(torch.equal(a, b) for a, b in zip(states, expected, strict=True))
+    run.resume(str(tmp_path), "1")
+    found = [state["exp_avg"] for state in run.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), weights, strict=True))
+
+
+def test_a_state_that_something_else_changes_meanwhile_fails_the_save_and_later_ones_copy_at_once(
+    solo, tmp_path, monkeypatch
+):
+    solo({})
+    run = Training()
+    run.train(0, 1)
+    run.save(str(tmp_path), "0", 1)
+    slow = _SlowCopies(monkeypatch)
+    state = next(iter(run.optimizer.state.values()))
+    for tag in ("1", "2"):
+        before = state["exp_avg"].clone()
+        slow.may_copy.clear()
+        run.save(str(tmp_path), tag, 1, async_save=True)
+        state["exp_avg"].add_(1)
+        slow.may_copy.set()
+        if tag == "1":
+            with pytest.raises(
+                CheckpointError, match="changed in place while the save copied them.*later saves .* at once"
+            ):
+                smp.wait_for_checkpoint()
+            assert newest_name(tmp_path) == "0_partial"
+    smp.wait_for_checkpoint()
+    run.resume(str(tmp_path), "2")
+    assert torch.equal(next(iter(run.optimizer.state.values()))["exp_avg"], before)
+
+
+def test_a_state_that_is_replaced_meanwhile_is_that_of_the_call(solo, tmp_path, monkeypatch):
+    solo({})
+    run = Training()
+    run.train(0, 1)
+    expected = [state["exp_avg"].clone() for state in run.optimizer.state.values()]
+    slow = _SlowCopies(monkeypatch)
+    run.save(str(tmp_path), "1", 1, async_save=True)
+    for state in run.optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 7.0)
+    slow.may_copy.set()
+    smp.wait_for_checkpoint()
+    run.resume(str(tmp_path), "1")
+    found = [state["exp_avg"] for state in run.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_refused_user_content_is_told_at_once(solo, tmp_path):

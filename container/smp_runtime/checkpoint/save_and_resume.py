@@ -90,7 +90,8 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         user_content: plain containers, numbers, strings, tensors and NumPy arrays; rank 0's is saved.
         translate_if_full: save a full state of a distributed Hugging Face model under Hugging Face's names.
         num_kept_partial_checkpoints: older ones are removed beyond this number.
-        async_save: return as soon as the state is copied to CPU memory; a thread writes it while training goes on.
+        async_save: return as soon as the weights are copied to CPU memory; a thread copies the optimizer's state, for which
+            the next update waits, and writes all of it while training goes on.
             The next save, :func:`wait_for_checkpoint` and the end of the job wait for it. For partial checkpoints.
         trust_user_content: let ``user_content`` hold any object that can be pickled; it must be trusted when resumed.
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,9 @@ from smp_config import Group
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.atomic_file import write_recorded
 from smp_runtime.checkpoint.files.manifest import (
+    EXTRA,
+    MASTER,
+    MODULE,
     PARTITION,
     POSITIONS,
     USER_CONTENT,
@@ -38,7 +41,7 @@ from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, bac
 from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
-from smp_runtime.tensors.host_memory.snapshot import StagingArena, TensorSnapshot
+from smp_runtime.tensors.host_memory.snapshot import ChangedWhileCopiedError, StagingArena, TensorSnapshot
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -108,6 +111,11 @@ class Saver:
         self._error: Exception | None = None
         self.arena = StagingArena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
+        #: Of the save that is written, whose tensors the next update would change.
+        self._snapshot: TensorSnapshot | None = None
+        #: Whether something else than an update has changed the optimizer's state during a save.
+        self._copies_at_once = False
+        session.before_update.append(lambda _: self._finish_copies())
         session.at_close.append(self.wait)
         session.at_close.append(self.arena.close)
 
@@ -142,6 +150,16 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _finish_copies(self) -> None:
+        """Block until the save that is written has copied all that an update changes."""
+        snapshot = self._snapshot
+        if snapshot is not None and not snapshot.wait(timeout_seconds()):
+            raise DeadlineError(
+                f"the optimizer's state is not copied for the checkpoint after {timeout_seconds():.0f} s; look at the machine's "
+                "memory, or raise SMP_TIMEOUT_SECONDS"
+            )
+        self._snapshot = None
 
     def save(
         self,
@@ -187,8 +205,8 @@ class Saver:
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             undescribed = words_of(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
+        snapshot = TensorSnapshot() if exchange is not None else None
         try:
-            snapshot = TensorSnapshot() if exchange is not None else None
             apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None else None
             made = contents_of(session, model, optimizer, WriteShare(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
@@ -200,12 +218,13 @@ class Saver:
         report.failure = undescribed or report.failure
         together = session.ranks.cfg.sharded_data_parallel_degree > 1
         complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, together)
-        if exchange is None:
+        if exchange is None or snapshot is None:
             complete(ControlExchange(session.ranks.control))
             return
+        self._snapshot = snapshot
         self._thread = threading.Thread(
             target=self._in_background,
-            args=(functools.partial(complete, exchange),),
+            args=(snapshot, report, functools.partial(complete, exchange)),
             name="smp-checkpoint",
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
@@ -221,7 +240,15 @@ class Saver:
             logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         return None
 
-    def _in_background(self, complete: Callable[[], None]) -> None:
+    def _in_background(self, snapshot: TensorSnapshot, report: Report, complete: Callable[[], None]) -> None:
+        try:
+            snapshot.copy_rest(self.arena)
+            self.arena.pin_later()
+        except ChangedWhileCopiedError as error:
+            self._copies_at_once = True
+            report.failure = report.failure or f"{error}; later saves of this job copy everything at once"
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
+            report.failure = report.failure or words_of(error)
         try:
             complete()
         except Exception as error:
@@ -240,9 +267,10 @@ class Saver:
         """Return functions that build the content of each file; with ``snapshot`` everything is copied now."""
         session = self._session
         jobs: dict[str, Callable[[], Any]] = {}
+        updated = set[str]() if self._copies_at_once else _only_updated(made)
         for name, build in made.files.items():
             if snapshot is not None:
-                jobs[name] = _given(build(snapshot.keep))
+                jobs[name] = _given(build(functools.partial(_keep, snapshot, updated)))
             else:
                 jobs[name] = functools.partial(build, _live)
         jobs[random_file(session.ranks.rank)] = _given(moment.random)
@@ -251,8 +279,8 @@ class Saver:
         if snapshot is not None:
             snapshot.copy_to(self.arena)
             if session.ranks.device.type == "cuda":
-                torch.cuda.synchronize(session.ranks.device)
-            self.arena.pin_later()
+                # Also before the thread's copies, which run on a stream of their own.
+                torch.cuda.current_stream(session.ranks.device).synchronize()
         return jobs
 
     def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
@@ -288,6 +316,22 @@ def files_of_job(model: DistributedModel, content: bytes, moment: ScriptPosition
     if config is not None:  # so that the weights can become a model of Transformers again
         files[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return files
+
+
+def _only_updated(made: SavePlan) -> set[str]:
+    """Return the names, as a plan gives them to ``keep``, of tensors that nothing but the optimizer's update changes."""
+    return {
+        f"{key}/{name}"
+        for keys in made.pieces.values()
+        for key, pieces in keys.items()
+        if key not in (MODULE, MASTER, EXTRA)
+        for name, piece in pieces.items()
+        if not piece.whole_object
+    }
+
+
+def _keep(snapshot: TensorSnapshot, updated: Container[str], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return snapshot.keep_until_update(name, tensor) if name in updated else snapshot.keep(name, tensor)
 
 
 def _given(value: Any) -> Callable[[], Any]:
