@@ -39,6 +39,23 @@ THROTTLE_VARIABLE = "SMP_NCCL_THROTTLE_LIMIT"
 DEFAULT_THROTTLE = 8
 
 
+#: How partial checkpoints of sharded data parallelism are written: as ranks hold parameters, or for tools that read flat groups.
+LAYOUT_VARIABLE = "SMP_CHECKPOINT_LAYOUT"
+FLAT_GROUPS = "flat_groups"
+
+
+def wants_flat_groups(environ: Mapping[str, str]) -> bool:
+    """Return whether checkpoints have the layout of other tools; raise ConfigError for a layout that does not exist."""
+    text = environ.get(LAYOUT_VARIABLE, "")
+    if text not in ("", "held", FLAT_GROUPS):
+        raise ConfigError(
+            f"{LAYOUT_VARIABLE} is {show_value(text)}; it is the layout of partial checkpoints under sharded data parallelism: set "
+            f"held, the default, or {FLAT_GROUPS} for tools that read such groups",
+            code="SMP106",
+        )
+    return text == FLAT_GROUPS
+
+
 def timeout_seconds(environ: Mapping[str, str]) -> float:
     """Return the deadline of every wait, in seconds; raise ConfigError unless it is a number above 0."""
     text = environ.get(TIMEOUT_VARIABLE, "")

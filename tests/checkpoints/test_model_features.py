@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.training.checkpoint_training import TOPOLOGIES
 from support.training.rank_training import training_step, updates
 from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smp_estimator.cli.main import main
+from smp_runtime.errors import CheckpointError
 
 GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 33}
 
@@ -112,21 +117,40 @@ def test_a_distributed_hugging_face_model_resumes_as_the_original_and_back(ranks
     assert first + second + third == pytest.approx(expected, abs=1e-5)
 
 
-def test_flat_groups_are_what_tools_for_sharded_checkpoints_read(ranks, tmp_path):
+@pytest.mark.parametrize("how", ["saved", "saved in the background", "converted", "converted in float32"])
+def test_flat_groups_are_what_tools_for_sharded_checkpoints_read(ranks, tmp_path, how):
     """Rank i's part of each parameter, one after the other, put together without the library."""
 
-    def save(path):
+    def save(path, how):
+        import os
+
         from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 2)
-        run.save(path, "1", 2)
-        masters = run.optimizer.full_state_dict()["fp16_states"]["masters"]
-        return {name: value.clone() for name, value in masters.items()}
+        if how.startswith("saved"):
+            os.environ["SMP_CHECKPOINT_LAYOUT"] = "flat_groups"
+        try:
+            run.save(path, "1", 2, async_save="background" in how)
+        finally:
+            os.environ.pop("SMP_CHECKPOINT_LAYOUT", None)
+        state = run.optimizer.full_state_dict()
+        masters = run.model.state_dict() if "float32" in how else state["fp16_states"]["masters"]
+        names = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+        return {name: value.clone() for name, value in masters.items() if name in names}
 
     world, config = TOPOLOGIES["s4"]
-    expected = ranks(save, world, str(tmp_path), config={**config, "bf16": True})[0]
+    config = {**config, "bf16": "float32" not in how}
+    expected = ranks(save, world, str(tmp_path), how, config=config)[0]
     folder = tmp_path / "1_partial"
+    if "converted" in how:
+        assert "fp32_flat_groups" not in torch.load(folder / "optimizer_0.pt", weights_only=True)
+        outcome = CliRunner().invoke(
+            main, ["checkpoint", "convert", str(folder), str(tmp_path / "out"), "--to", "flat_groups"]
+        )
+        assert outcome.exit_code == 0, outcome.output
+        folder = tmp_path / "out"
+        assert (folder / "user_content.pt").is_file()
     states = [torch.load(folder / f"optimizer_{i}.pt", weights_only=True) for i in range(4)]
     assert [state["partition_count"] for state in states] == [4] * 4
     shapes = {n: list(v.shape) for n, v in torch.load(folder / "model_0.pt", weights_only=True)["module"].items()}
@@ -145,6 +169,22 @@ def test_flat_groups_are_what_tools_for_sharded_checkpoints_read(ranks, tmp_path
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_flat_groups_are_refused_where_there_are_none_and_so_is_a_layout_that_does_not_exist(
+    solo, tmp_path, monkeypatch
+):
+    solo({})
+    model = smp.DistributedModel(nn.Linear(3, 3))
+    smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    smp.save_checkpoint(str(tmp_path), tag="1")
+    words = ["checkpoint", "convert", str(tmp_path), str(tmp_path / "out"), "--to", "flat_groups"]
+    outcome = CliRunner().invoke(main, words)
+    assert outcome.exit_code != 0
+    assert "degrees sharded 1, tensor 1, pipeline 1" in " ".join(outcome.output.split())
+    monkeypatch.setenv("SMP_CHECKPOINT_LAYOUT", "flat")
+    with pytest.raises(CheckpointError, match="SMP_CHECKPOINT_LAYOUT is 'flat'.*set held, the default, or flat_groups"):
+        smp.save_checkpoint(str(tmp_path), tag="2")
 
 
 def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(ranks, tmp_path):

@@ -90,6 +90,7 @@ def _in_ranks(ranks, data, tmp_path, size, parameters, **hyperparameters):
         env={
             "SM_HP_MP_PARAMETERS": json.dumps({"ddp": True, "microbatches": 2, **parameters}),
             "LOCAL_WORLD_SIZE": str(size),
+            "SMP_CHECKPOINT_LAYOUT": "flat_groups",  # the sample's own tool reads them
         },
         timeout=150,
     )
@@ -119,6 +120,7 @@ def _in_job(data, tmp_path, size, parameters, **hyperparameters):
             default_partition=0,
             **parameters,
         ),
+        environment={"SMP_CHECKPOINT_LAYOUT": "flat_groups"},  # the sample's own tool reads them
         debugger_hook_config=False,
         disable_profiler=True,
     )

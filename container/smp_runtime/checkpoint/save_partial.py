@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group
+from smp_config.limits import wants_flat_groups
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.atomic_file import write_recorded
 from smp_runtime.checkpoint.files.manifest import (
@@ -182,7 +184,7 @@ class Saver:
         """
         session = self._session
         problem: str | None = None
-        content = b""
+        content, flat = b"", False
         try:
             self.wait()
         except Exception as error:
@@ -190,11 +192,16 @@ class Saver:
         try:
             if session.ranks.rank == 0:
                 content = user_content()
+                flat = wants_flat_groups(os.environ)
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             problem = problem or words_of(error)
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
             content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
+        if session.ranks.cfg.sharded_data_parallel_degree > 1:  # of rank 0, since the ranks exchange parts for it
+            flat = session.ranks.control.broadcast(flat, list(range(session.ranks.control.size)))
+        else:
+            flat = False
         exchange = self._background_exchange(transaction.token) if in_background else None
         # Separate from the next block: ranks may wait for each other in it, so all of them must enter it.
         described, undescribed = None, None
@@ -207,8 +214,9 @@ class Saver:
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         snapshot = TensorSnapshot() if exchange is not None else None
         try:
-            apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None else None
-            made = contents_of(session, model, optimizer, WriteShare(session, transaction.hosts), apart)
+            apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None and flat else None
+            share = WriteShare(session, transaction.hosts)
+            made = contents_of(session, model, optimizer, share, apart, as_held=not flat)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
             moment = moment or ScriptPosition.now(session)
@@ -216,8 +224,7 @@ class Saver:
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
-        together = session.ranks.cfg.sharded_data_parallel_degree > 1
-        complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, together)
+        complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, flat)
         if exchange is None or snapshot is None:
             complete(ControlExchange(session.ranks.control))
             return

@@ -268,9 +268,10 @@ def verify(path: str, tag: str | None) -> None:
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["transformers", "safetensors", "full", "version2"]),
+    type=click.Choice(["transformers", "safetensors", "full", "version2", "flat_groups"]),
     required=True,
-    help="A folder for from_pretrained; one file of safetensors; one file of torch.save; a folder for torch.sagemaker.",
+    help="A folder for from_pretrained; one file of safetensors; one file of torch.save; a folder for torch.sagemaker; a folder "
+    "for tools that read fp32_flat_groups.",
 )
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="config.json of the model.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: as they were trained.")
@@ -283,36 +284,20 @@ def convert(
     transformers: a folder with model.safetensors and config.json, which AutoModel…from_pretrained(OUT) loads. full: a
     state under the module's names, for load_state_dict or resume_from_checkpoint(partial=False). PATH may also be full
     weights: a file of torch.save or safetensors, or a folder of Transformers; or a sharded checkpoint of version 2 of the
-    library. version2: such a checkpoint, {"model": …}. One tensor at a time is in memory, but with full and version2 all are.
+    library. version2: such a checkpoint, {"model": …}. flat_groups: the files of sharded data parallelism, optimizer_<rank>.pt
+    with partition_count and fp32_flat_groups. One tensor at a time is in memory, but with full, version2 and flat_groups all
+    are.
     """
-    from smp_runtime.checkpoint.files.transformers_format import bytes_in
-    from smp_runtime.checkpoint.full import conversion
-
     target = Path(out)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(
             f"OUT is {out}, which exists: nothing is overwritten; give a new name or remove it first", code="SMP402"
         )
     try:
-        size = bytes_in(largest_file)
-        source = conversion.full_weights(Path(path), config) if tag is None else None
-        if source is None and tag is None and _has_files_of_version_2(Path(path)):
-            from smp_version2.checkpoint.conversion import read_weights_of_version_2
-
-            source = read_weights_of_version_2(Path(path), config)
-        if source is None:
-            parent, found = _find(path)
-            chosen = _choose(parent, found, tag, may_be_broken=False)
-            if chosen is None or chosen.manifest is None:
-                raise AssertionError("a whole checkpoint has a manifest")
-            source = conversion.assemble_weights(chosen.folder, chosen.manifest, config, dtype)
-            click.echo(f"from {chosen.folder}")
-        if form == "version2":
-            from smp_version2.checkpoint.conversion import write_as_version_2
-
-            files, count = write_as_version_2(source, target, dtype)
+        if form == "flat_groups":
+            files, count = _write_flat_groups(path, tag, target)
         else:
-            files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
+            files, count = _write_weights(path, tag, target, form, config, dtype, largest_file)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or out} cannot be written or read: {error.strerror}", code="SMP402"
@@ -321,6 +306,47 @@ def convert(
         raise ConfigError(str(error), code="SMP402") from None
     written = sum(file.stat().st_size for file in files)
     click.echo(f"{count} tensors, {_size(written)}: {', '.join(str(file) for file in files)}")
+
+
+def _write_flat_groups(path: str, tag: str | None, target: Path) -> tuple[list[Path], int]:
+    """Write the checkpoint in PATH for tools that read flat groups; return the files and the number of parameters."""
+    from smp_runtime.checkpoint.full.flat_groups import write_flat_groups
+
+    folder, manifest = _whole(path, tag)
+    return write_flat_groups(folder, manifest, target)
+
+
+def _write_weights(
+    path: str, tag: str | None, target: Path, form: str, config: str | None, dtype: str | None, largest_file: str
+) -> tuple[list[Path], int]:
+    """Write the weights in PATH; return the files and the number of tensors."""
+    from smp_runtime.checkpoint.files.transformers_format import bytes_in
+    from smp_runtime.checkpoint.full import conversion
+
+    size = bytes_in(largest_file)
+    source = conversion.full_weights(Path(path), config) if tag is None else None
+    if source is None and tag is None and _has_files_of_version_2(Path(path)):
+        from smp_version2.checkpoint.conversion import read_weights_of_version_2
+
+        source = read_weights_of_version_2(Path(path), config)
+    if source is None:
+        folder, manifest = _whole(path, tag)
+        source = conversion.assemble_weights(folder, manifest, config, dtype)
+    if form == "version2":
+        from smp_version2.checkpoint.conversion import write_as_version_2
+
+        return write_as_version_2(source, target, dtype)
+    return conversion.write(source, target, form, dtype=dtype, largest_file=size)
+
+
+def _whole(path: str, tag: str | None) -> tuple[Path, Manifest]:
+    """Return the checkpoint in PATH that is converted, and its manifest."""
+    parent, found = _find(path)
+    chosen = _choose(parent, found, tag, may_be_broken=False)
+    if chosen is None or chosen.manifest is None:
+        raise AssertionError("a whole checkpoint has a manifest")
+    click.echo(f"from {chosen.folder}")
+    return chosen.folder, chosen.manifest
 
 
 # -- PATH --------------------------------------------------------------------------------------------------------------
