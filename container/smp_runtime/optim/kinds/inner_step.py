@@ -58,7 +58,7 @@ def step_inner(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        update_matrices(MuonUpdate(self, keeps_doubles=False), self.param_groups, whole)
+        update_matrices(MuonUpdate(self, as_pytorch=True), self.param_groups, whole)
         return loss
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)

@@ -38,10 +38,13 @@ def orthogonalized(direction: torch.Tensor, coefficients: Coefficients, steps: i
     is_tall = direction.shape[0] > direction.shape[1]
     found = direction.T if is_tall else direction
     found.div_(found.norm().clamp(min=eps))
+    after = torch.empty_like(found)
+    gram, polynomial = (found.new_empty(found.shape[0], found.shape[0]) for _ in range(2))
     for _ in range(steps):
-        gram = found @ found.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, polynomial, found, beta=a)
+        torch.mm(found, found.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.addmm(found, polynomial, found, beta=a, out=after)
+        found, after = after, found
     return found.T if is_tall else found
 
 
@@ -56,18 +59,21 @@ def adjusted_rate(rate: float, adjustment: str | None, shape: Sequence[int]) -> 
 class MuonUpdate:
     """What Muon does with matrices; an optimizer's state and groups are read and written.
 
+    Directions and updates are rounded to bfloat16.
+
     Args:
-        keeps_doubles: whether float64 matrices are iterated in float64; all others are in bfloat16, as in PyTorch.
+        as_pytorch: iterate in bfloat16 always. Otherwise float64 matrices are iterated in float64 and not rounded, and on the CPU
+            others are iterated in float32, since most CPUs multiply bfloat16 many times slower.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, keeps_doubles: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, as_pytorch: bool) -> None:
         self._state = optimizer.state
-        self._keeps_doubles = keeps_doubles
+        self._as_pytorch = as_pytorch
 
     def wire_dtype(self, matrices: Matrices) -> torch.dtype:
         """See :class:`.MatrixUpdate`."""
         is_double = matrices.updated is not None and matrices.updated.dtype is torch.float64
-        return torch.float64 if is_double and self._keeps_doubles else torch.bfloat16
+        return torch.float64 if is_double and not self._as_pytorch else torch.bfloat16
 
     def direction(self, matrices: Matrices, region: Region) -> torch.Tensor:
         """See :class:`.MatrixUpdate`."""
@@ -87,8 +93,10 @@ class MuonUpdate:
 
     def transform(self, matrices: Matrices, whole: torch.Tensor) -> torch.Tensor:
         """See :class:`.MatrixUpdate`."""
-        group = matrices.settings
-        return orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        group, dtype = matrices.settings, whole.dtype
+        is_slow = whole.device.type == "cpu" and dtype is torch.bfloat16 and not self._as_pytorch
+        found = whole.float() if is_slow else whole
+        return orthogonalized(found, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(dtype)
 
     def apply(self, matrices: Matrices, region: Region, update: torch.Tensor) -> None:
         """See :class:`.MatrixUpdate`."""
@@ -127,8 +135,8 @@ class Muon(ApexOptimizer):
     """Muon for hidden matrices (Jordan et al. 2024; Liu et al. 2025, "Muon is scalable for LLM training"), AdamW for the rest.
 
     The momentum of each matrix is replaced by the nearest orthogonal matrix, approximately, by Newton–Schulz iterations on the
-    whole matrix, wherever its parts are. It updates matrices as ``torch.optim.Muon`` does, bit for bit in float32; float64 matrices
-    are iterated in float64, and not rounded to bfloat16 as there. A parameter of three dimensions is a stack of matrices.
+    whole matrix, wherever its parts are. It updates matrices as ``torch.optim.Muon`` does, which iterates in bfloat16; but float64
+    matrices are iterated in float64, and on the CPU others in float32. A parameter of three dimensions is a stack of matrices.
 
     Args:
         params: a model, whose hidden matrices are found by rule: tables, output heads, also tied ones, convolutions and vectors get
@@ -222,7 +230,7 @@ class Muon(ApexOptimizer):
         self._whole = matrices
 
     def _update(self) -> None:
-        update_matrices(MuonUpdate(self, keeps_doubles=True), self.param_groups, self._whole, "use_muon")
+        update_matrices(MuonUpdate(self, as_pytorch=False), self.param_groups, self._whole, "use_muon")
         for group in self.param_groups:
             if not group["use_muon"]:
                 update_by_adam(self, group, self._trained(group), eps="adamw_eps")
