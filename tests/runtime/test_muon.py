@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from support.training.rank_training import training_step
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.kinds.inner_step import step_inner
 from smp_runtime.optim.matrices.muon import MuonUpdate, update_matrices
 from smp_runtime.optim.matrices.ownership import MatrixHolding, in_rounds, share_out
 from smp_runtime.optim.matrices.regions import regions_of
@@ -172,6 +177,72 @@ def test_a_matrix_goes_to_the_rank_with_most_of_it(ranks: Callable[..., list[Any
     for sent, bound in ranks(_sent, world, config={"ddp": True, **settings}):
         assert bound > 0
         assert sent <= 1.02 * bound
+
+
+class Live(TorchDispatchMode):
+    """The most bytes at one time of tensors that operations have made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            place, size = storage.data_ptr(), storage.nbytes()
+            if size and place not in given and place not in self._known:
+                self._known.add(place)
+                self.now += size
+                weakref.finalize(storage, self._gone, place, size)
+        self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+def _peak() -> tuple[int, int, int]:
+    """Bytes that a rank holds of weights, gradients and state; most bytes more in an update; elements of a matrix."""
+    import smp_runtime.optim.matrices.ownership as ownership
+
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        *(nn.Linear(128, 256, bias=False) if i % 2 == 0 else nn.Linear(256, 128, bias=False) for i in range(12))
+    )
+    if smp.tp_size() > 1:
+        smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module, bucket_cap_mb=0.1)
+    optimizer = smp.DistributedOptimizer(smp.optimizers.Muon(model, lr=0.02))
+    train = training_step(model, lambda m, x: m(x).square().mean())
+    former, ownership.MATRIX_ROUND_BYTES = ownership.MATRIX_ROUND_BYTES, 1
+    live = Live()
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            train(torch.randn(4, 128))
+            optimizer.update_master_grads()
+            with live if step == 2 else contextlib.nullcontext():
+                step_inner(optimizer.optimizer, optimizer._matrices)
+    finally:
+        ownership.MATRIX_ROUND_BYTES = former
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return sum(t.nbytes for t in (*updated, *updated, *state)), live.most, 128 * 256
+
+
+@pytest.mark.parametrize("layout", ["state", "sharding", "tp"])
+def test_the_memory_of_an_update_is_that_of_one_matrix(ranks: Callable[..., list[Any]], layout: str) -> None:
+    world, settings = LAYOUTS[layout]
+    for held, more, elements in ranks(_peak, world, config={"ddp": True, **settings}):
+        # Two of the matrix and two products of its shorter side, in float32 on the CPU, and the matrix as it was sent.
+        bound = held + 4 * (2 * elements + 2 * 128 * 128) + 2 * elements
+        assert held + more <= 1.05 * bound
 
 
 def _cut(shape: tuple[int, ...], axis: int | None, pieces: Sequence[int]) -> list[TensorSlice | None]:

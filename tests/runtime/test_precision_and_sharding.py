@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "adam": lambda groups: smp.optimizers.FusedAdam(groups, lr=1e-2, weight_decay=0.01),
     "lars": lambda groups: smp.optimizers.FusedLARS(groups, lr=1.0, weight_decay=0.01, trust_coefficient=0.02),
     "lans": lambda groups: smp.optimizers.FusedLANS(groups, lr=1e-2),
+    "muon": lambda groups: smp.optimizers.Muon([{**g, "use_muon": at == 0} for at, g in enumerate(groups)], lr=1e-2),
 }
 WHOLE = list(itertools.product((1, 2, 4), DTYPES, (False, True), OPTIMIZERS))
 #: Every optimizer with sharded state and float32, where its state is compared; of the other axes every pair of values.
@@ -34,6 +35,7 @@ SAMPLE = {
     (2, "fp32", True, "lamb"), (2, "fp32", False, "lars"), (2, "bf16", True, "adamw"), (2, "fp16", False, "adam"),
     (2, "fp32", True, "novograd"), (2, "fp32", True, "lans"), (2, "fp32", True, "adam"), (2, "fp32", True, "lars"),
     (4, "fp32", True, "adamw"), (4, "fp16", True, "lamb"), (4, "bf16", False, "novograd"),
+    (2, "fp16", True, "muon"), (2, "bf16", True, "muon"), (1, "bf16", False, "muon"),
 }  # fmt: skip
 
 
