@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from smp_config import Group
 from smp_records.rank_record import FORWARD, OPTIMIZER, current_record
+from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.matrices.exchange import takes_matrices
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -29,6 +32,7 @@ def install(joined: Session) -> Callable[[], None]:
         return counted[0]() is optimizer
 
     def before(optimizer: Optimizer, *_: Any) -> None:
+        _refuse_parts(optimizer, joined)
         if is_counted(optimizer):
             joined.progress.step_begins()
             current_record().update()
@@ -46,3 +50,14 @@ def install(joined: Session) -> Callable[[], None]:
             hook.remove()
 
     return end
+
+
+def _refuse_parts(optimizer: Optimizer, joined: Session) -> None:
+    """Refuse Muon where a rank has rows or columns of matrices, and PyTorch does not know of the others."""
+    degree = joined.ranks.size(Group.TP)
+    if degree > 1 and takes_matrices(optimizer):
+        raise SMPUserError(
+            f"{type(optimizer).__name__} looks at whole matrices, but with tensor_parallel_degree {degree} of version 2 a rank "
+            "has parts of them; use an element-wise optimizer such as AdamW, or set tensor_parallel_degree to 1",
+            code="SMP304",
+        )

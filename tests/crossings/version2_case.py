@@ -45,7 +45,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "own_offloading": (True, False),
     "horizon": (2, 1, 3),
     "delayed": ("none", "meta", "rank0"),
-    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"),
+    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "muon"),
     "clipping": ("none", "library", "own"),
     "passes": (1, 2),
     "without_sync": (False, True),
@@ -288,6 +288,8 @@ def _fit_recomputation(case: Version2Case) -> dict[str, Any]:
 
 def _fit_sharding(case: Version2Case) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    if case.optimizer == "muon" and (case.shards_by != "function" or case.splits):  # a rank has parts of matrices
+        values["optimizer"] = "adamw"
     if case.shards_by == "function":
         values |= {"strategy": "script", "joined": False, "delayed": "none"}
         if case.precision == "bf16" and case.net in ("averaging", "buffered"):  # it leaves buffers in float32

@@ -283,3 +283,60 @@ def test_slices_of_different_batches_are_refused(ranks: Any, way: str, words: tu
     for said in ranks(_load_and_call, 2, way, init=False):
         assert said.startswith("SMP310") == bool(words)
         assert all(word in said for word in words)
+
+
+class _Stacked(torch.nn.Module):
+    """A table, matrices and a stack of them; sizes that two ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 6)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        self.experts = torch.nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + torch.einsum("bi,eij->bj", x, self.experts)
+        return x.square().mean()
+
+
+def _train_by_muon(config: dict[str, Any], wraps: str = "function") -> dict[str, torch.Tensor] | str:
+    """Return the weights after a few updates; or why there are none. Without ``config``, in one process."""
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    model: Any = _Stacked().double()
+    if config:
+        tsm.init(config)
+        model = FullyShardedDataParallel(model, use_orig_params=True) if wraps == "wrapper" else fully_shard(model)
+    try:
+        optimizer = smp.optimizers.Muon(model, lr=0.02, adamw_lr=1e-2)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([step, 1, 2, 4])).backward()
+            optimizer.step()
+    except smp.exceptions.SMPUserError as error:
+        return str(error)
+    return {
+        name: p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
+        for name, p in model.named_parameters()
+    }
+
+
+def test_muon_gets_whole_matrices_of_fully_shard(ranks: Any) -> None:
+    wanted = _train_by_muon({})
+    assert isinstance(wanted, dict)
+    for found in ranks(_train_by_muon, 2, {"hybrid_shard_degree": 2}, init=False):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-11)
+
+
+def test_muon_is_refused_where_pytorch_does_not_know_the_matrix(ranks: Any) -> None:
+    for found in ranks(_train_by_muon, 2, {"tensor_parallel_degree": 2}, init=False):
+        assert "with tensor_parallel_degree 2 of version 2 a rank has parts of them" in found
+    for found in ranks(_train_by_muon, 2, {"hybrid_shard_degree": 2}, "wrapper", init=False):
+        assert "FullyShardedDataParallel inside" in found

@@ -159,7 +159,7 @@ class WholeMatrices:
 
     @torch.no_grad()
     def update(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> None:
-        """MatrixUpdate matrices, those that this rank has whole and those that it has parts of.
+        """Update matrices, those that this rank has whole and those that it has parts of.
 
         Args:
             matrices: all that :meth:`of` has returned, whether they have a gradient or not.
@@ -240,7 +240,7 @@ class WholeMatrices:
         matrices: Matrices,
         parts: Sequence[tuple[Region, torch.Tensor]],
     ) -> None:
-        """MatrixUpdate a matrix; write the others' parts of the update in the place of their directions."""
+        """Update a matrix; write the others' parts of the update in the place of their directions."""
         mine, dtype = shared.parts[self._ranks.rank], update.wire_dtype(matrices)
         whole = torch.empty(mine.shape, dtype=dtype, device=self._ranks.device)
         here = update.direction(matrices, mine).to(dtype).reshape(-1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused import ApexOptimizer, update_by_adam
+from smp_runtime.optim.matrices.dtensors import gathered, is_dtensor, part_here
 from smp_runtime.optim.matrices.exchange import Matrices, Settings, WholeMatrices, update_here, whole_here
 from smp_runtime.optim.matrices.rule import hidden_matrices
 
@@ -87,9 +88,7 @@ class MuonUpdate:
         momentum = matrices.part_of(state["momentum_buffer"], region)
         # Other parts of the parameter have a gradient: in one process this part's is zero.
         part = torch.zeros_like(momentum) if gradient is None else matrices.part_of(gradient, region)
-        momentum.lerp_(part, 1 - group["momentum"])
-        found = part.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return found.to(self.wire_dtype(matrices), copy=True)
+        return enter(group, momentum, part).to(self.wire_dtype(matrices), copy=True)
 
     def transform(self, matrices: Matrices, whole: torch.Tensor) -> torch.Tensor:
         """See :class:`.MatrixUpdate`."""
@@ -103,10 +102,36 @@ class MuonUpdate:
         parameter, group = matrices.updated, matrices.settings
         if parameter is None:
             raise AssertionError(f"this rank has no elements of {matrices.name}")
-        rate = float(group["lr"])
-        part = matrices.part_of(parameter.detach(), region)
-        part.mul_(1 - rate * group["weight_decay"])
-        part.add_(update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], region.shape))
+        move(group, matrices.part_of(parameter.detach(), region), update, region.shape)
+
+    def update_dtensor(self, matrices: Matrices) -> None:
+        """Update the matrices of a DTensor, with all ranks of its mesh.
+
+        Each rank gathers the whole direction and computes the whole update, of which it takes its part.
+        """
+        parameter: Any = matrices.updated
+        group, state = matrices.settings, self._state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        here = enter(group, state["momentum_buffer"].to_local(), parameter.grad.to_local())
+        whole = gathered(here.to(self.wire_dtype(matrices), copy=True), parameter)
+        for region in matrices.regions:
+            part = matrices.part_of(whole, region)
+            part.copy_(self.transform(matrices, part.clone()))
+        move(group, parameter.detach().to_local(), part_here(whole, parameter), matrices.shape[-2:])
+
+
+def enter(group: Settings, momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Let a gradient enter a momentum; return the direction, which may be the momentum itself."""
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def move(group: Settings, weight: torch.Tensor, update: torch.Tensor, shape: Sequence[int]) -> None:
+    """Move elements of a matrix of a shape by the same elements of its update."""
+    rate = float(group["lr"])
+    weight.mul_(1 - rate * group["weight_decay"])
+    weight.add_(update, alpha=-adjusted_rate(rate, group["adjust_lr_fn"], shape))
 
 
 def update_matrices(
@@ -127,7 +152,11 @@ def update_matrices(
         whole.update(update, whole.of(groups, is_taken))
         return
     for matrices in whole_here(groups, is_taken):
-        if matrices.updated is not None and matrices.updated.grad is not None:
+        if matrices.updated is None or matrices.updated.grad is None:
+            continue
+        if is_dtensor(matrices.updated):
+            update.update_dtensor(matrices)
+        else:
             update_here(update, matrices)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.registry import ParameterRegistry
 
 #: Last names of modules that turn hidden states into logits.
@@ -31,6 +33,7 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     have, also tied to a head; convolutions; output heads: what ``get_output_embeddings()`` returns, modules that are called like
     one, and, outside of repeated blocks, those with a row for each row of the largest table; and what is one row or column.
     """
+    _refuse_flat(model)
     places = _places(model)
     registry = getattr(model, "registry", None)
     shapes: dict[int, tuple[int, ...]] = {}
@@ -61,6 +64,17 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
         )
         (matrices if is_matrix else others).append(parameter)
     return matrices, others
+
+
+def _refuse_flat(model: nn.Module) -> None:
+    module = sys.modules.get("torch.distributed.fsdp")  # nothing is wrapped before it is imported
+    kind = getattr(module, "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(part, kind) for part in model.modules()):
+        raise SMPUserError(
+            "the model has FullyShardedDataParallel inside, which makes vectors of its parameters, so that Muon finds no matrix; "
+            "use fully_shard, or smp.DistributedModel with sharded_data_parallel_degree",
+            code="SMP304",
+        )
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, nn.Parameter]]]:
