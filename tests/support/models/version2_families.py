@@ -135,7 +135,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ForCausalLM",
         {**_ROUTED, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "head_dim": 8},
     ),
-    "phimoe": ("Phimoe", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "router_jitter_noise": 0.0}),
+    "phimoe": ("Phimoe", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "router_jitter_noise": 0.1}),
     "gpt_oss": ("GptOss", "ForCausalLM", {**_MIXTURE, "num_local_experts": 4, "head_dim": 8}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
