@@ -1,0 +1,1 @@
+"""Context parallelism of models that are not transformed."""

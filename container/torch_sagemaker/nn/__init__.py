@@ -1,0 +1,1 @@
+"""Modules that scripts put into their models."""
