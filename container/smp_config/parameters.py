@@ -345,16 +345,16 @@ class ModelParallelParameters(BaseModel):
 
     @model_validator(mode="after")
     def _resolved_defaults(self) -> ModelParallelParameters:
+        active = self.active_microbatches or default_active(self.pipeline_parallel_degree, self.virtual_stages)
+        memory_weight = self.memory_weight
+        if memory_weight is None:
+            memory_weight = 0.2 if self.optimize == "speed" else 0.8
         # Written past pydantic so that a default stays out of model_fields_set, hence out of mp_parameters.
-        resolved = {
-            "active_microbatches": self.active_microbatches
-            or default_active(self.pipeline_parallel_degree, self.virtual_stages),
-            "memory_weight": (0.2 if self.optimize == "speed" else 0.8)
-            if self.memory_weight is None
-            else self.memory_weight,
-            "default_partition": self.default_partition or 0,
-        }
-        self.__dict__.update(resolved)
+        self.__dict__.update(
+            active_microbatches=active,
+            memory_weight=memory_weight,
+            default_partition=self.default_partition or 0,
+        )
         return self
 
     @property

@@ -65,8 +65,8 @@ class JobAccelerator(Accelerator):
         _refuse_other_ways(kwargs)
         describe_processes(self._job)
         super().__init__(*args, **kwargs)
-        half = "fp16" if ranks.cfg.fp16 else "bf16" if ranks.cfg.bf16 else None
-        if half is not None:
+        if ranks.cfg.fp16 or ranks.cfg.bf16:
+            half = "fp16" if ranks.cfg.fp16 else "bf16"
             if self.mixed_precision not in ("no", half):
                 raise SMPUserError(
                     f'the job trains in {half}, but Accelerator(mixed_precision="{self.mixed_precision}") asks for another type; '

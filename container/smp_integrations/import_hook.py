@@ -44,9 +44,10 @@ class _Finder(MetaPathFinder):
         """Return the spec that the other finders have for a module with waiting calls, or None."""
         if fullname not in _waiting:
             return None
-        finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        found = (spec for finder in finders if (spec := finder.find_spec(fullname, path, target)) is not None)
-        spec = next(found, None)
+        spec = None
+        for finder in sys.meta_path:
+            if spec is None and finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
         loader, load = spec.loader, spec.loader.exec_module

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -151,6 +151,10 @@ def _reading(fields: tuple[float, ...], now: float) -> TimeReading:
     )
 
 
+def _differences(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    return [max(0.0, late - early) for early, late in zip(before, after, strict=True)]
+
+
 def record_between(before: TimeReading, after: TimeReading, rank: int) -> PaceRecord:
     """Return a rank's work between two readings.
 
@@ -158,10 +162,9 @@ def record_between(before: TimeReading, after: TimeReading, rank: int) -> PaceRe
     """
     from smp_records.records import PaceRecord
 
-    seconds, collectives, waits = (
-        [max(0.0, late - early) for late, early in zip(getattr(after, name), getattr(before, name), strict=True)]
-        for name in ("seconds", "collectives", "waits")
-    )
+    seconds = _differences(before.seconds, after.seconds)
+    collectives = _differences(before.collectives, after.collectives)
+    waits = _differences(before.waits, after.waits)
     # A wait counts when it ends, and may have begun before the first reading: no part is longer than its kind's time.
     collectives = [min(c, s) for c, s in zip(collectives, seconds, strict=True)]
     waits = [min(w, s - c) for w, s, c in zip(waits, seconds, collectives, strict=True)]

@@ -157,12 +157,12 @@ def is_too_new(cuda: str | None, gpu: str | None) -> bool:
 
 def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = False) -> TrainingImage | None:
     """Return the newest GPU image of the table that is patched on a day and supports ``gpu``, or None."""
-    rows = [
-        row
-        for row in image_table.images()
-        if row.processor == "gpu" and (row.transformers is not None) is huggingface
-        if not row.has_ended(day) and not is_too_new(row.cuda, gpu)
-    ]
+    rows = []
+    for row in image_table.images():
+        is_of_kind = row.processor == "gpu" and (row.transformers is not None) is huggingface
+        is_usable = not row.has_ended(day) and not is_too_new(row.cuda, gpu)
+        if is_of_kind and is_usable:
+            rows.append(row)
     return max(rows, key=lambda row: version_numbers(row.torch), default=None)
 
 

@@ -113,11 +113,10 @@ def picture_title(topology: Topology, per_node: int) -> str:
     divides_model = bool(over)
     if topology.context > 1:
         over.append(f"sequences shared out over {topology.context}")
-    copies, what = (
-        topology.size(Group.REPLICA),
-        "each shard" if topology.sharded > 1 else "each part" if divides_model else "the model",
-    )
-    over.append(_counted(copies, f"replica{{}} of {what}"))
+    what = "each part" if divides_model else "the model"
+    if topology.sharded > 1:
+        what = "each shard"
+    over.append(_counted(topology.size(Group.REPLICA), f"replica{{}} of {what}"))
     return f"{_counted(ranks, 'rank{}')} on {_counted(nodes, 'node{}')}: {', '.join(over)}"
 
 

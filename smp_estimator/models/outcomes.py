@@ -113,15 +113,15 @@ def read_matrix() -> Matrix:
 
 def parse_matrix(data: dict[str, Any]) -> Matrix:
     """Parse a matrix from the contents of its file."""
-    families = [
-        FamilyOutcomes(
-            kind,
-            model_type,
-            {major: {mode: FamilyOutcome(**outcome) for mode, outcome in of.items()} for major, of in majors.items()},
-        )
-        for kind, model_type, majors in data["families"]
-    ]
+    families = []
+    for kind, model_type, majors in data["families"]:
+        outcomes = {major: _parse_modes(modes) for major, modes in majors.items()}
+        families.append(FamilyOutcomes(kind, model_type, outcomes))
     return Matrix(data["versions"], tuple(families))
+
+
+def _parse_modes(modes: dict[str, Any]) -> dict[str, FamilyOutcome]:
+    return {mode: FamilyOutcome(**outcome) for mode, outcome in modes.items()}
 
 
 def format_cell(outcome: FamilyOutcome | None) -> str:

@@ -253,6 +253,10 @@ def _index(tensor: Numbers, at: int) -> str:
     return str([int(index) for index in np.unravel_index(at, tensor.shape)])
 
 
+#: Names of the last axes, by their number from the end.
+_AXES_FROM_LAST = {1: "columns", 2: "rows"}
+
+
 def _where(
     differs: Flags, one: WholeTensor, other: WholeTensor, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
 ) -> Iterator[str]:
@@ -262,15 +266,7 @@ def _where(
         if len(hit) == length:
             continue
         is_batch = bool(one.pieces) and axis == 0
-        name = (
-            "samples"
-            if is_batch
-            else "columns"
-            if axis == differs.ndim - 1
-            else "rows"
-            if axis == differs.ndim - 2
-            else "places"
-        )
+        name = "samples" if is_batch else _AXES_FROM_LAST.get(differs.ndim - axis, "places")
         whose = list(_owners_of_samples(hit, one, other)) if is_batch else []
         if not is_batch:
             for run, of_run in ((one, heads[0]), (other, heads[1])):

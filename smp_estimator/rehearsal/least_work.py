@@ -96,16 +96,17 @@ class LeastWork:
     def microbatch(self, samples: int) -> tuple[float, float]:
         """Return the seconds of a microbatch's forward and backward."""
         if samples not in self._known:
-            forward, backward = (
-                sum(
-                    max(row.arithmetic.at(samples), row.memory.at(samples)) + self.launch * row.kernels
-                    for row in self.rows
-                    if row.phase == phase
-                )
-                for phase in _PHASES
-            )
+            forward, backward = (self._seconds_of(phase, samples) for phase in _PHASES)
             self._known[samples] = forward, backward
         return self._known[samples]
+
+    def _seconds_of(self, phase: str, samples: int) -> float:
+        seconds = 0.0
+        for row in self.rows:
+            if row.phase == phase:
+                busy = max(row.arithmetic.at(samples), row.memory.at(samples))
+                seconds += busy + self.launch * row.kernels
+        return seconds
 
     def arithmetic(self, phase: str) -> float:
         """Return the seconds of a sample's operations alone, for any microbatch size and without kernel starts."""

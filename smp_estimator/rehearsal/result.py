@@ -78,7 +78,9 @@ class Rehearsed(Shown):
         if self.gpu_memory_bytes is None:
             return Verdict.UNKNOWN
         part = on_gpu(kind) / self.gpu_memory_bytes
-        return Verdict.DOES_NOT_FIT if part > 1 else Verdict.TIGHT if part > TIGHT_ABOVE else Verdict.FITS
+        if part > 1:
+            return Verdict.DOES_NOT_FIT
+        return Verdict.TIGHT if part > TIGHT_ABOVE else Verdict.FITS
 
     @property
     def unused(self) -> list[KindReport]:
@@ -177,7 +179,8 @@ class Rehearsed(Shown):
             lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._speed()}{self._idle()}"]))
         if self.training_hours is not None:
             passes = self.training_epochs
-            epochs = "" if passes is None else f" ({passes:g} epoch{'' if passes == 1 else 's'})"
+            plural = "" if passes == 1 else "s"
+            epochs = "" if passes is None else f" ({passes:g} epoch{plural})"
             price = "" if self.training_usd is None else f", {_dollars(self.training_usd)} USD at EC2's on-demand price"
             lines.append(
                 ("training", [f"{self.training_steps:,} steps{epochs} take {_hours(self.training_hours)}{price}"])
@@ -214,17 +217,12 @@ class Rehearsed(Shown):
 
     def _stages(self) -> Grid:
         kinds = list(dict.fromkeys(name for one in self.rehearsal.kinds for name in one.classes))
-        rows: list[list[Cell]] = [
-            [
-                str(one.stage),
-                str(one.stands_for),
-                f"{one.parameters:,}",
-                *(_size(one.classes.get(name, 0)) for name in kinds),
-                ColouredText(_size(on_gpu(one)), self.verdict_of(one)),
-                f"{one.peak_phase} {one.peak_module}".strip(),
-            ]
-            for one in self.rehearsal.kinds
-        ]
+        rows: list[list[Cell]] = []
+        for one in self.rehearsal.kinds:
+            sizes = [_size(one.classes.get(name, 0)) for name in kinds]
+            peak = ColouredText(_size(on_gpu(one)), self.verdict_of(one))
+            place = f"{one.peak_phase} {one.peak_module}".strip()
+            rows.append([str(one.stage), str(one.stands_for), f"{one.parameters:,}", *sizes, peak, place])
         columns = ["stage", "ranks", "parameters", *kinds, "peak", "at"]
         return Grid(columns, rows, numbers=frozenset(range(len(columns) - 1)), title="Memory of a rank at its peak")
 

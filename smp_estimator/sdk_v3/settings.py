@@ -97,13 +97,11 @@ class JobLocation:
             checks.require_instance_type(kind, has_groups=False)
         if not is_variable(hosts):
             checks.require_count(hosts, "instance_count")
-        here = process_mode or containers
-        return cls(
-            instance_type=kind if isinstance(kind, str) else "local" if here else None,
-            hosts=hosts if isinstance(hosts, int) else None if is_variable(hosts) else 1,
-            process_mode=process_mode,
-            containers=containers,
-        )
+        if not isinstance(kind, str):
+            kind = "local" if process_mode or containers else None
+        if not isinstance(hosts, int):
+            hosts = None if is_variable(hosts) else 1
+        return cls(instance_type=kind, hosts=hosts, process_mode=process_mode, containers=containers)
 
     @classmethod
     def _of_preferences(cls, compute: Any, preferences: Sequence[Any], **where: bool) -> JobLocation:

@@ -327,9 +327,8 @@ def _require_script(path: Path, given: str, relative_to: str) -> None:
             code="SMP123",
         )
     folder = path.parent
-    scripts = sorted(
-        entry.name for entry in (folder.iterdir() if folder.is_dir() else ()) if entry.suffix in SCRIPT_SUFFIXES
-    )
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    scripts = sorted(entry.name for entry in entries if entry.suffix in SCRIPT_SUFFIXES)
     hint = suggest(path.name, scripts)
     if folder.is_dir():
         listed = f"{folder} holds {', '.join(scripts[:8])}" if scripts else f"{folder} holds no scripts"

@@ -114,7 +114,10 @@ def table_of(rows: Iterable[RankRow], title: str = "") -> Table:
 def html_of(rows: Iterable[RankRow]) -> str:
     """Return the rows as an HTML table for a notebook."""
     head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells_of(row))}</tr>" for row in rows)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(row))
+        body += f"<tr>{cells}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

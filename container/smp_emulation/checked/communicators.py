@@ -234,10 +234,7 @@ class Communicator(dist.ProcessGroupGloo):
         current = devices.current(number)
         with devices.lock:
             devices.follow(channel.lane, current)
-            placed = [
-                [(t, place) for t in each if (place := devices.memory.place_of(t)) is not None] for each in tensors
-            ]
-            devices.touch(channel.lane, what, placed[0], placed[1])
+            devices.touch(channel.lane, what, devices.memory.placed(sent), devices.memory.placed(received))
             before = (current.last,) if current.last is not None and not current.last.done else ()
             item = QueuedWork(None, before, f"{what} over {self.label}, asked for at {find_site()}", channel.begin(job))
             devices.executor.queue(channel.lane, item)

@@ -101,9 +101,7 @@ class GlooOnDevices(Communicator):
         current, lane = devices.current(number), self._next_lane(number)
         with devices.lock:
             devices.follow(lane, current)
-            reads, writes = (
-                [(t, p) for t in each if (p := devices.memory.place_of(t)) is not None] for each in tensors
-            )
+            reads, writes = map(devices.memory.placed, tensors)
             for _, place in (*reads, *writes):
                 if place.block is not None:
                     place.block.users.add(lane.actor)

@@ -170,11 +170,12 @@ class TensorNames:
         """Wrap the function that groups tensors by device and data type for optimizers and gradient clipping."""
 
         def grouped(lists: Any, with_indices: bool = False) -> Any:
-            found = own(lists, with_indices)
-            return {
-                (next((t.device for t in parts[0] if t is not None), device), dtype): (parts, indices)
-                for (device, dtype), (parts, indices) in found.items()
-            }
+            found = {}
+            for (host, dtype), (parts, indices) in own(lists, with_indices).items():
+                devices = [tensor.device for tensor in parts[0] if tensor is not None]
+                device = devices[0] if devices else host
+                found[device, dtype] = parts, indices
+            return found
 
         return grouped
 

@@ -78,7 +78,8 @@ def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
 
 def _explain(error: BaseException, folders: Iterable[str]) -> None:
     known = current_record().explain
-    if known is not None and (reworded := known(error)) is not None:
+    reworded = None if known is None else known(error)
+    if reworded is not None:
         error.args = (str(reworded),)
         error.accused = getattr(reworded, "accused", ())  # type: ignore[attr-defined]
         if code := code_of(reworded):

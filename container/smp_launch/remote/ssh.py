@@ -200,7 +200,9 @@ def trusted_addresses(leader: str, stop: StopRequests, environ: Mapping[str, str
                     f"log in to this host; make the name known to it, or set {TRUSTED_VARIABLE} to the address",
                     code="SMP203",
                 ) from None
-            if select.select([stop], [], [], _ASK_EVERY)[0] and (names := stop.read()):
+            is_stop, _, _ = select.select([stop], [], [], _ASK_EVERY)
+            names = stop.read() if is_stop else []
+            if names:
                 raise Stopped(names[0]) from None
 
 

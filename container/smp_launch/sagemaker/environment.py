@@ -342,7 +342,10 @@ def _json_of(environ: Mapping[str, str], variable: str, kind: type) -> Any:
         found, why = strict_json.parse(text), ""
     except ValueError as error:
         found, why = None, f" ({error})"
-    if not isinstance(found, kind) or (why := strict_json.unusable_text(found) or ""):
+    is_of_kind = isinstance(found, kind)
+    if is_of_kind:
+        why = strict_json.unusable_text(found) or ""
+    if not is_of_kind or why:
         wanted = "object" if kind is dict else "list"
         raise ConfigError(
             f"{variable} is {show_value(text)}, which is no JSON {wanted} of usable texts{why}; what starts the launcher sets it: "

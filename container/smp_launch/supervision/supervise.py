@@ -292,7 +292,9 @@ class Supervisor:
         if started := _STARTED.search(line.text):
             self._on_rank_start(int(started[1]), int(started[2]))
             return []
-        if self.pipes is not None and line.rank is None and (ended := _ENDED.match(line.text)):
+        is_launchers = self.pipes is not None and line.rank is None
+        ended = _ENDED.match(line.text) if is_launchers else None
+        if ended is not None:
             self._outcome.first_failed = self.first_rank + int(ended[1]), int(ended[2])
             return []
         unheard = not self.collector.records

@@ -29,13 +29,11 @@ def read_conditions() -> dict[str, str]:
     Raises:
         OSError: the system does not report them.
     """
-    found = {
-        name: value.strip()
-        for name, _, value in (
-            line.partition(":") for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        )
-        if name in _STATUS
-    }
+    found = {}
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name in _STATUS:
+            found[name] = value.strip()
     found |= {name: Path("/proc/self", name).read_text(encoding="utf-8") for name in _FILES}
     found |= {name: os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))}
     found |= {"root": os.readlink("/proc/self/root"), "interpreter": f"{sys.executable} {sys.version} {sys.flags}"}

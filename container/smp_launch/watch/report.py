@@ -133,28 +133,30 @@ def _content(hang: Hang) -> dict[str, Any]:
         "text": hang.verdict.text,
         "certain": hang.verdict.is_certain,
         "seconds": hang.seconds,
-        "ranks": [
-            {
-                "rank": position.rank,
-                "pid": position.where.pid,
-                "standing": position.standing.value,
-                "seconds": position.seconds,
-                "step": position.where.step,
-                "microbatch": position.where.microbatch,
-                "phase": position.where.phase,
-                "file": position.line.file,
-                "line": position.line.number,
-                "doing": position.doing,
-                "call": position.call,
-                "waits": [dataclasses.asdict(wait) for wait in position.where.waits],
-                "calls": [dataclasses.asdict(call) for call in position.where.calls[-_CALLS:]],
-                "threads": [
-                    {"ident": thread.ident, "frames": [dataclasses.asdict(frame) for frame in thread.frames]}
-                    for thread in position.threads
-                ],
-            }
-            for position in hang.positions.values()
-        ],
+        "ranks": [_content_of_rank(position) for position in hang.positions.values()],
+    }
+
+
+def _content_of_rank(position: RankPosition) -> dict[str, Any]:
+    threads = []
+    for thread in position.threads:
+        frames = [dataclasses.asdict(frame) for frame in thread.frames]
+        threads.append({"ident": thread.ident, "frames": frames})
+    return {
+        "rank": position.rank,
+        "pid": position.where.pid,
+        "standing": position.standing.value,
+        "seconds": position.seconds,
+        "step": position.where.step,
+        "microbatch": position.where.microbatch,
+        "phase": position.where.phase,
+        "file": position.line.file,
+        "line": position.line.number,
+        "doing": position.doing,
+        "call": position.call,
+        "waits": [dataclasses.asdict(wait) for wait in position.where.waits],
+        "calls": [dataclasses.asdict(call) for call in position.where.calls[-_CALLS:]],
+        "threads": threads,
     }
 
 

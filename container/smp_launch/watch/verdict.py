@@ -124,7 +124,11 @@ def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """Return the verdict if ranks of a group called different collectives, or one with different tensors, else None."""
     for members, number in _open_collectives(positions):
-        calls = {rank: call for rank in members if (call := _collective(positions, rank, members, number)) is not None}
+        calls = {}
+        for rank in members:
+            call = _collective(positions, rank, members, number)
+            if call is not None:
+                calls[rank] = call
         kinds = Counter(call.content for call in calls.values())
         if len(kinds) > 1:
             odd = _deviant(calls, lambda call: call.content)

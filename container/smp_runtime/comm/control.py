@@ -140,7 +140,9 @@ class ControlPlane:
         if not _CUT_OFF.search(said):
             return None
         lost = tuple(self.lost_ranks())
-        whom = "ranks " + ranks_text(lost) if len(lost) > 1 else f"rank {lost[0]}" if lost else "another rank"
+        whom = f"rank {lost[0]}" if lost else "another rank"
+        if len(lost) > 1:
+            whom = f"ranks {ranks_text(lost)}"
         cut_off = ConnectionLostError(
             f"rank {self.rank} has lost its connection to {whom} in {call or 'a collective'}{at}: it ended without a word from "
             f"there ({said}); see the log of {whom} and of its host: the process may have been killed, or the network between "

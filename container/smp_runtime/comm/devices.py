@@ -199,7 +199,8 @@ def choose_backend(
             code="SMP311",
         )
     takes_one_rank = device.type == "cuda" and collective_backends.traits_on_gpus(requested).takes_one_rank_per_gpu
-    if takes_one_rank and shared == shared_gpu.GLOO and (sharing := sharing_ranks(visible)):
+    sharing = sharing_ranks(visible) if takes_one_rank and shared == shared_gpu.GLOO else None
+    if sharing:
         if requested != collective_backends.AUTOMATIC:
             raise SMPUserError(
                 f'ddp_dist_backend is "{requested}", which takes one rank per GPU, but {_crowd(visible, sharing)}; start at '
@@ -244,7 +245,10 @@ def sharing_warning(
 ) -> str | None:
     """Return a warning that exchanges are slow because ranks share GPUs, or None if that is not so or was requested."""
     traits = collective_backends.traits_on_gpus(parameters.ddp_dist_backend)
-    if device.type != "cuda" or not traits.takes_one_rank_per_gpu or not (sharing := sharing_ranks(visible)):
+    if device.type != "cuda" or not traits.takes_one_rank_per_gpu:
+        return None
+    sharing = sharing_ranks(visible)
+    if not sharing:
         return None
     if shared == shared_gpu.NCCL:
         return (

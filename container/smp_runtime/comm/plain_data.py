@@ -78,7 +78,8 @@ class _Writer(pickle.Pickler):
         kind = obj if isinstance(obj, type) else type(obj)
         if _CLASSES.get((kind.__module__, kind.__qualname__)) is kind:
             return NotImplemented
-        if kind is not obj and (fields := _fields_of(obj)) is not None:
+        fields = None if kind is obj else _fields_of(obj)
+        if fields is not None:
             return _record, (kind.__module__, kind.__qualname__, fields)
         raise SMPUserError(
             f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent to another rank: these ranks have no secret by "

@@ -52,7 +52,9 @@ def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], sec
 
 def _joined_store(place: tuple[str, int, int, int, bool], environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
     address, port, rank, size, has_agent = place
-    if rank == 0 and not has_agent and (listens := listening_address(address, environ, size)):
+    serves = rank == 0 and not has_agent
+    listens = listening_address(address, environ, size) if serves else None
+    if listens:
         # Others of this process who start a store at this port, as torch.distributed does by env://, get the same.
         return kept_store(listens, port, timeout, calls=address, world_size=size, multi_tenant=True)
     store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)))

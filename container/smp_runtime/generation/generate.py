@@ -56,16 +56,12 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
     None for copies, and for a model that computes alone after ``cpu()``.
     """
     models = sessions.current_session().models if sessions.is_initialized() else []
-    return next(
-        (
-            model
-            for model in models
-            if isinstance(model, DistributedModel)
-            and not model.is_whole_copy
-            and (module is model.blueprint.module or any(part is module for part in model.module.modules()))
-        ),
-        None,
-    )
+    for model in models:
+        if not isinstance(model, DistributedModel) or model.is_whole_copy:
+            continue
+        if module is model.blueprint.module or any(part is module for part in model.module.modules()):
+            return model
+    return None
 
 
 def give_generate(model: DistributedModel) -> None:

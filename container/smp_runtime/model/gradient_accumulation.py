@@ -142,7 +142,8 @@ class GradientAccumulation:
         weak = weakref.ref(self)
 
         def reduce() -> None:
-            if (window := weak()) is not None and window.is_incomplete:
+            window = weak()
+            if window is not None and window.is_incomplete:
                 window._unreduced = 0  # noqa: SLF001 - of this class
                 window._reduce_now()  # noqa: SLF001 - of this class
 

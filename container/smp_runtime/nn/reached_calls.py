@@ -128,11 +128,12 @@ class ReachedCalls:
                     raise _LeavesOut
                 agreed = True
 
-        handles = [
-            root.node.register_prehook(begins) if isinstance(root, GradientEdge) else root.register_hook(begins)
-            for root in roots
-            if isinstance(root, GradientEdge) or root.requires_grad
-        ]
+        handles = []
+        for root in roots:
+            if isinstance(root, GradientEdge):
+                handles.append(root.node.register_prehook(begins))
+            elif root.requires_grad:
+                handles.append(root.register_hook(begins))
         try:
             torch.autograd.backward(roots, seeds, **options)
         except _LeavesOut:

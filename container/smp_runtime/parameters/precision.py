@@ -136,12 +136,12 @@ class Precision:
 
         This applies to half precision training.
         """
-        kept = [
-            (owner, name, buffer)
-            for owner in (module.modules() if self.is_half else ())
-            for name, buffer in owner.named_buffers(recurse=False)
-            if stays_wide(owner, name)
-        ]
+        kept = []
+        if self.is_half:
+            for owner in module.modules():
+                for name, buffer in owner.named_buffers(recurse=False):
+                    if stays_wide(owner, name):
+                        kept.append((owner, name, buffer))
         yield
         for owner, name, buffer in kept:
             setattr(owner, name, buffer.to(getattr(owner, name).device))
@@ -180,4 +180,5 @@ def _narrow_inputs(module: nn.Module, compute: torch.dtype) -> None:
 
 def _has_wide_buffers(module: nn.Module) -> bool:
     """Return whether a module keeps buffers in float32 in half precision training, besides rotary frequencies."""
-    return any(stays_wide(module, name) and not is_rotary(name) for name in _floating(module))
+    wide = [name for name in _floating(module) if stays_wide(module, name)]
+    return not all(map(is_rotary, wide))

@@ -174,11 +174,11 @@ class LiveReader(CheckpointReader):
 
     def state_keys(self) -> dict[str, list[str]]:
         """See :class:`CheckpointReader`."""
-        return {
-            name: [key for key in keys if key != UNSAVED]
-            for name, keys in super().state_keys().items()
-            if keys != [UNSAVED]
-        }
+        found = {}
+        for name, keys in super().state_keys().items():
+            if keys != [UNSAVED]:
+                found[name] = [key for key in keys if key != UNSAVED]
+        return found
 
     def extra(self, name: str) -> Any:
         """See :class:`CheckpointReader`."""

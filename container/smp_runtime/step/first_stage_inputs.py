@@ -133,7 +133,8 @@ def _merged(ranks: Ranks, message: Any, source: int, own: tuple[Sequence[Any], T
     """Return the arguments of rank ``source``, with this rank's own objects for those that were not sent."""
     leaves, theirs = tree_flatten(message)
     mine, spec = own
-    if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
+    kinds = [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]
+    if kinds and theirs != spec:
         raise SMPUserError(
             f"rank {ranks.rank} called {name} with other arguments than rank {source}, whose arguments are used here; they hold "
             f"a {kinds[0]}, which is not sent between ranks, and it is not clear what stands for it here: pass arguments of the "

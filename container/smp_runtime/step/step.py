@@ -98,6 +98,12 @@ class StepFunction:
             heard(result)
         return result
 
+    def _call_with(self, bound: tuple[Any, ...], slices: Sequence[Any], names: Sequence[str]) -> functools.partial[Any]:
+        """Return a microbatch's call of the function; the last slices are its arguments by name."""
+        positional = len(slices) - len(names)
+        by_name = dict(zip(names, slices[positional:], strict=True))
+        return functools.partial(self._function, *bound, *slices[:positional], **by_name)
+
     def _step(self, session: Session, bound: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         if session.ranks.step.microbatch is not None:
             raise SMPUserError(
@@ -123,12 +129,7 @@ class StepFunction:
             for name, value, axis in zip((*names, *kwargs), values, axes, strict=True)
         ]
         microbatches = [
-            functools.partial(
-                self._function,
-                *bound,
-                *(slices[index] for slices in split[: len(args)]),
-                **{name: slices[index] for name, slices in zip(kwargs, split[len(args) :], strict=True)},
-            )
+            self._call_with(bound, [of_argument[index] for of_argument in split], list(kwargs))
             for index in range(count)
         ]
         if session.ranks.size(Group.PP) > 1 and torch.is_inference_mode_enabled():

@@ -57,10 +57,14 @@ class SharedStatistics(DuringCalls):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if is_centred:
             wide = wide - self._of_all(wide.mean(-1, keepdim=True))
-        eps = (1e-5 if is_centred else torch.finfo(x.dtype).eps) if eps is None else eps
+        if eps is None:  # PyTorch's defaults
+            eps = 1e-5 if is_centred else torch.finfo(x.dtype).eps
         wide = wide * torch.rsqrt(self._of_all(wide.square().mean(-1, keepdim=True)) + eps)
-        wide = wide if weight is None else wide * weight
-        return (wide if bias is None else wide + bias).to(x.dtype)
+        if weight is not None:
+            wide = wide * weight
+        if bias is not None:
+            wide = wide + bias
+        return wide.to(x.dtype)
 
 
 def _is_over_last(x: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> bool:

@@ -240,7 +240,9 @@ def _embedding(
 ) -> SplittableOperation | None:
     if max_norm is not None or sparse or not is_deferrable(weight):
         return None
-    padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+    padding = -1  # none
+    if padding_idx is not None:
+        padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
     return _Embedding(input, weight, padding, scale_grad_by_freq)
 
 
@@ -314,16 +316,18 @@ class SplitOperations(TorchFunctionMode):
         if make is not None and torch.is_grad_enabled():
             # In a recomputation another stage's tensor is there already; both passes must save the same tensors.
             args, kwargs = tree_map(plain_of, (args, kwargs))
-            if (operation := _operation(make, args, kwargs)) is not None:
+            operation = _operation(make, args, kwargs)
+            if operation is not None:
                 return split(operation)
         if func is F.multi_head_attention_forward and torch.is_grad_enabled() and _are_plain(args, kwargs):
             with self:
                 return _ATTENTION(*args, **kwargs)
-        if func in _BACKWARD and (edges := _edges(func, args, kwargs)) is not None:
-            # Checkpointed regions run again inside, as they did in the forward pass; calls with tensors would come back here.
-            with self:
-                return edges()
-        return func(*args, **kwargs)
+        edges = _edges(func, args, kwargs) if func in _BACKWARD else None
+        if edges is None:
+            return func(*args, **kwargs)
+        # Checkpointed regions run again inside, as they did in the forward pass; calls with tensors would come back here.
+        with self:
+            return edges()
 
 
 def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -236,9 +237,8 @@ def _true_ones(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, flag in named:
         by_device.setdefault(flag.device, []).append((name, flag))
-    return [
-        name
-        for group in by_device.values()
-        for (name, _), is_set in zip(group, torch.stack([flag for _, flag in group]).tolist(), strict=True)
-        if is_set
-    ]
+    found: list[str] = []
+    for group in by_device.values():
+        names, flags = zip(*group, strict=True)
+        found += itertools.compress(names, torch.stack(flags).tolist())
+    return found

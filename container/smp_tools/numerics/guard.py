@@ -246,12 +246,12 @@ class UpdateGuard:
         return self._session.models  # type: ignore[return-value]  # the one class of them
 
     def _bad_weights(self) -> list[Bad]:
-        return [
-            self._bad(WEIGHT, holding.name)
-            for model in self._models()
-            for holding in live_weights(model)
-            if not _is_finite(holding.tensor)
-        ]
+        bad = []
+        for model in self._models():
+            for holding in live_weights(model):
+                if not _is_finite(holding.tensor):
+                    bad.append(self._bad(WEIGHT, holding.name))
+        return bad
 
     def _bad_sums(self, sums: Sequence[_ResultSum]) -> list[Bad]:
         return [self._bad(OUTPUT, one.name, one.microbatch, one.time) for one in sums if not bool(one.total.isfinite())]

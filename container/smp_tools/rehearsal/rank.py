@@ -157,8 +157,11 @@ def _watch(request: RehearsalRequest, children: Sequence[int]) -> list[int]:
     looked = time.monotonic()
     while len(codes) < len(children):
         for child in children:
-            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                codes[child] = os.waitstatus_to_exitcode(ended[1])
+            if child in codes:
+                continue
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
         if time.monotonic() - looked > _LOOK_SECONDS:
             looked = time.monotonic()
             if (found := agreement.difference(is_over=False)) is not None:
@@ -170,9 +173,11 @@ def _watch(request: RehearsalRequest, children: Sequence[int]) -> list[int]:
         time.sleep(_PAUSE_SECONDS)
     # If ranks have failed, the calls that they did not make any more are no difference.
     is_over = not any(codes.values())
-    if _OTHER_KINDS not in codes.values() and (found := agreement.difference(is_over=is_over)) is not None:
-        _tell(request, found)
-        return [_FAILED] * len(children)
+    if _OTHER_KINDS not in codes.values():
+        found = agreement.difference(is_over=is_over)
+        if found is not None:
+            _tell(request, found)
+            return [_FAILED] * len(children)
     return [codes[child] for child in children]
 
 

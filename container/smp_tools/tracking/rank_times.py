@@ -119,10 +119,7 @@ class HostValues:
         found = {self._rank: (os.getpid(), current_record().pace.read())}
         if self._folder:
             for name in os.listdir(self._folder):
-                if (
-                    name.isdecimal()
-                    and (seen := read_glance(Path(self._folder, name))) is not None
-                    and seen.pace is not None
-                ):
+                seen = read_glance(Path(self._folder, name)) if name.isdecimal() else None
+                if seen is not None and seen.pace is not None:
                     found[int(name)] = seen.pid, seen.pace
         return found

@@ -204,7 +204,9 @@ def _published_peak(session: Session) -> float | None:
     if not known:
         return None
     best = max(known, key=lambda gpu: len(gpu.name))
-    return best.tflops("bf16" if cfg.bf16 else "fp16" if cfg.fp16 else "fp32")
+    if cfg.bf16:
+        return best.tflops("bf16")
+    return best.tflops("fp16" if cfg.fp16 else "fp32")
 
 
 def _words(name: str) -> set[str]:

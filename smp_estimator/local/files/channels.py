@@ -148,7 +148,9 @@ def require_existing(path: Path, what: str) -> None:
     while not missing.parent.exists():
         missing = missing.parent
     beside = sorted(entry.name for entry in missing.parent.iterdir()) if missing.parent.is_dir() else []
-    listed = ", ".join(beside[:8]) + (" …" if len(beside) > 8 else "") if beside else "nothing"
+    listed = ", ".join(beside[:8]) or "nothing"
+    if len(beside) > 8:
+        listed += " …"
     hint = suggest(missing.name, beside)
     raise ConfigError(
         f"{what} is {path}, which does not exist{hint}; {missing.parent} holds {listed}: create it or correct the path",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,15 @@ class Memory:
                 return self._find(tensor)
         except (NotImplementedError, RuntimeError):  # without a storage
             return None
+
+    def placed(self, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, StoragePlace]]:
+        """Return the tensors that streams use, with their storage places."""
+        found = []
+        for tensor in tensors:
+            place = self.place_of(tensor)
+            if place is not None:
+                found.append((tensor, place))
+        return found
 
     def _find(self, tensor: torch.Tensor) -> StoragePlace | None:
         storage = tensor.untyped_storage()

@@ -127,14 +127,12 @@ class _SimulatedLinear(nn.Module):
         super().__init__()
         self._how, self._group, self._shared = split, group, shared
         self.where: dict[str, TensorSlice] = {}
-        for name, dim in () if split.runs else (("weight", split.dim), *((("bias", 0),) if split.columns else ())):
-            if getattr(whole, name) is not None:
-                shape = tuple(getattr(whole, name).shape)
-                self.where[name] = split.slice(shape, dim, group.rank, group.size)
         for name in ("weight", "bias"):
             value = getattr(whole, name)
             if value is not None:
-                value = self.where[name].cut(value) if name in self.where else value
+                if name in split.dims:
+                    part = split.slice(tuple(value.shape), split.dims[name], group.rank, group.size)
+                    self.where[name], value = part, part.cut(value)
                 value = nn.Parameter(value.detach().clone(), requires_grad=True)
             self.register_parameter(name, value)
 
@@ -462,7 +460,9 @@ def _is_output_by_rows(tensor: torch.Tensor, flows: bool, batch: int) -> bool:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    items = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping | tuple | list):
+        return []
     return [tensor for item in items for tensor in _tensors(item)]
 
 

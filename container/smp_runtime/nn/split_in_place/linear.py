@@ -53,6 +53,13 @@ class LinearSplit:
         """Return the dim of the weight along which each rank has a part."""
         return int(self.columns == self.transposed)
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """Return the dim along which each rank has a part, for each parameter that is not whole."""
+        if self.runs:
+            return {}
+        return {"weight": self.dim, "bias": 0} if self.columns else {"weight": self.dim}
+
     def apply(
         self,
         x: torch.Tensor,
@@ -131,10 +138,10 @@ class PlannedLinear(ReadByOthers):
             self.add_whole("weight", shape, fill, reduction)
             self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
             return
-        for piece in (
-            () if split.owner is not None else split.pieces or (out_features if split.columns else in_features,)
-        ):
-            self.share_of("out_features" if split.columns else "in_features", piece)
+        divided, features = ("out_features", out_features) if split.columns else ("in_features", in_features)
+        if split.owner is None:
+            for piece in split.pieces or (features,):
+                self.share_of(divided, piece)
         self.add_split("weight", shape, split.dim, fill, pieces=split.pieces, owner=split.owner)
         if split.columns:
             self.add_split("bias", (out_features,), 0, fill, pieces=split.pieces, owner=split.owner, exists=bias)

@@ -259,7 +259,10 @@ class ScheduleSimulator:
                 else:
                     self._finished(node)
             for r, waiting in enumerate(self.ready):
-                if waiting and not busy[r] and (node := picker.pick(self, r, now)) >= 0:
+                if not waiting or busy[r]:
+                    continue
+                node = picker.pick(self, r, now)
+                if node >= 0:
                     busy[r] = True
                     self._start(node, r, now)
                     self._give(node, r, now)

@@ -269,7 +269,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_call(tree: Any) -> bool:
-    return type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
+    if type(tree) is not tuple or len(tree) != 2:
+        return False
+    return type(tree[0]) is tuple and type(tree[1]) is dict
 
 
 def _packed(tree: Any, modules: Mapping[int, str], arguments: dict | None, shared: bool) -> Packed:
@@ -291,8 +293,11 @@ def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exce
             return None
         except Exception as error:  # likewise
             seen.add(id(obj))
-            inside = (found for label, child in _parts(obj) if (found := search(where + label, child)))
-            return next(inside, (where, obj, error))
+            for label, child in _parts(obj):
+                found = search(where + label, child)
+                if found:
+                    return found
+            return where, obj, error
 
     if _is_call(tree):
         return search("args", tree[0]) or search("kwargs", tree[1])
