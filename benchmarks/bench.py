@@ -69,7 +69,7 @@ def run(chosen: Sequence[results.Suite], quick: bool, file: Path, seconds: float
 
 
 def measured(command: Sequence[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """The figures that a benchmark prints, and what went wrong with it, in a line.
+    """Return the figures that a benchmark prints, and what went wrong with it in one line.
 
     Its ranks are of its own session, so that none is left behind where it does not end in time.
     """
@@ -91,7 +91,7 @@ def measured(command: Sequence[str], seconds: float) -> tuple[list[dict[str, Any
 
 
 def write(file: Path) -> None:
-    """The page's tables and the picture, from the results."""
+    """Write the page's tables and the picture from the results."""
     found = results.read(file)
     PAGE.write_text(results.filled(PAGE.read_text(), SUITES, found))
     PICTURES.mkdir(exist_ok=True)

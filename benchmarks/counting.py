@@ -60,7 +60,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def _size(value: Any) -> int:
-    """Ranks of what may be a group, or the name of one; 0 otherwise."""
+    """Return the ranks of what may be a group, or the name of one; 0 otherwise."""
     if isinstance(value, torch.ScriptObject):
         with contextlib.suppress(RuntimeError):  # the operation of a reduction is one too
             return dist.ProcessGroup.unbox(value).size()
@@ -124,7 +124,7 @@ class CountingCollectives:
 
 
 def bytes_bound(elements: int, ranks: int, precision: str, *, sharded: bool) -> float:
-    """Least bytes that a rank sends per step of data parallel training: 2(n−1)/n · Ψ · bytes per element.
+    """Return the least bytes that a rank sends per step of data parallel training: 2(n−1)/n · Ψ · bytes per element.
 
     Gradients go once around in the type they are summed in, and as much again: whole gradients in that type, or with
     sharded state the updated parameters in the type they are stored in.

@@ -18,14 +18,14 @@ PEERS = next(iter(TRANSPORTS))
 
 
 def transports(asked: Sequence[str] | None) -> list[str]:
-    """Those that are measured: what was asked for, else all that this machine has, that of the peers first."""
+    """Return the transports to measure: those asked for, else all that this machine has, the peers' first."""
     import torch
 
     return list(asked or ([PEERS] if torch.cuda.is_available() else TRANSPORTS))
 
 
 def print_machine() -> None:
-    """What the figures were measured on."""
+    """Print what the figures were measured on."""
     import torch
 
     print(

@@ -54,7 +54,7 @@ def write_document() -> None:
 
 
 def tables() -> str:
-    """The generated part of the document, from the file."""
+    """Return the generated part of the document, from the file."""
     matrix = parse_matrix(json.loads(OUTCOMES.read_text()))
     return "\n".join(line for major in sorted(matrix.versions) for line in _of_version(matrix, major)) + "\n"
 

@@ -37,7 +37,7 @@ DEADLINE = 90.0  # seconds for a family and mode
 
 
 def versions() -> dict[str, str]:
-    """Of what the outcomes depend on."""
+    """Return the versions that the outcomes depend on."""
     return {package: metadata.version(package).partition("+")[0] for package in ("transformers", "torch")}
 
 
@@ -67,7 +67,7 @@ class Matrix:
         return True
 
     def knows(self, family: Family, mode: str, *ok: bool) -> bool:
-        """Whether an outcome is there; with ``ok``, one of that kind."""
+        """Return whether there is an outcome; with ``ok``, one of that kind."""
         return any((*family, mode, known, *versions().values()) in self._known for known in ok or (True, False))
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Matrix:
 
 
 def _reason(error: RankFailed) -> str:
-    """The error of the rank that failed first, without its traceback."""
+    """Return the error of the rank that failed first, without its traceback."""
     lines = [line for line in str(error).strip().splitlines() if line and not line.startswith((" ", "Traceback"))]
     return (lines[-1] if len(lines) > 1 else lines[0])[:300]
 

@@ -51,12 +51,12 @@ class Host:
     count: str | None = None
 
     def environment(self) -> dict[str, str]:
-        """What a rank on this host needs to know."""
+        """Return the variables that a rank on this host needs."""
         known = {"SMP_HOST": self.name, "GLOO_SOCKET_IFNAME": self.interface}
         return known if self.count is None else {**known, COUNT: self.count}
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """``words`` as a command that runs on this host."""
+        """Return ``words`` as a command that runs on this host."""
         return ["ip", "netns", "exec", self.name, *words]
 
 
@@ -78,7 +78,7 @@ class Link:
         return f"{self.rate / 1e9:g} Gbit/s each way, {delay}, packets of {MTU} bytes"
 
     def faults(self) -> str:
-        """What the wire did less well than it promises, so far."""
+        """Return how far the wire fell short of its settings so far."""
         counts = [wire.Count.read(host.count) for host in self.hosts if host.count is not None]
         if not counts:
             return "nothing is counted without a delay"
@@ -103,7 +103,7 @@ class Measured:
 
 
 def why_not(delay: float = 0.0) -> str | None:
-    """Why namespaces with a link of this delay cannot be made here; None when they can."""
+    """Return why namespaces with a link of this delay cannot be made here; None if they can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -228,7 +228,7 @@ def run_ranks_on(
 
 
 def _joined(a: Host, b: Host, rate: int) -> tuple[Host, Host]:
-    """A link that the kernel makes alone."""
+    """Join two hosts by a link that the kernel makes alone."""
     _run(
         *("ip", "link", "add", a.interface, "netns", a.name, "type", "veth"),
         *("peer", "name", b.interface, "netns", b.name),
@@ -244,7 +244,7 @@ def _joined(a: Host, b: Host, rate: int) -> tuple[Host, Host]:
 
 @contextlib.contextmanager
 def _wired(a: Host, b: Host, rate: int, delay: float) -> Iterator[tuple[Host, Host]]:
-    """A link in user space."""
+    """Yield the hosts, joined by a link in user space."""
     with contextlib.ExitStack() as opened:
         ends = []
         for host in (a, b):
@@ -265,7 +265,7 @@ def _bring_up(host: Host) -> None:
 
 
 def _delete(host: Host) -> None:
-    """The link goes with the namespaces of its ends."""
+    """Delete a host's namespace, and with it the link."""
     subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, timeout=_PATIENCE, check=False)
 
 

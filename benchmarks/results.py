@@ -34,7 +34,7 @@ class Column:
     text: str
 
     def cell(self, line: Mapping[str, Any]) -> str:
-        """The cell of one line."""
+        """Return the cell of one line."""
         template = self.text if "{" in self.text else "{" + self.text + "}"
         asked = re.findall(r"\{(\w+)", template)
         if any(line.get(key) is None for key in asked):
@@ -68,7 +68,7 @@ class Suite:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on besides the code."""
+    """Return what figures depend on besides the code."""
     import torch
 
     return {
@@ -92,7 +92,7 @@ def _processor() -> str:
 
 
 def lines_of(printed: str) -> list[dict[str, Any]]:
-    """The lines of JSON objects among what a benchmark has printed."""
+    """Return the lines of JSON objects in the output of a benchmark."""
     found = []
     for line in printed.splitlines():
         if line.startswith("{"):
@@ -104,7 +104,7 @@ def lines_of(printed: str) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Results of former runs; none where there is no file.
+    """Return the results of former runs; none if there is no file.
 
     Raises:
         SystemExit: the file has another format.
@@ -120,7 +120,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(suite: Suite, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The suite's table in Markdown, without those columns that no line fills."""
+    """Return the suite's table in Markdown, without the columns that no line fills."""
     cells = [[column.cell(line) for line in lines] for column in suite.columns]
     kept = [index for index, column in enumerate(cells) if set(column) != {"–"}]
     titles = [suite.columns[index].title for index in kept]
@@ -143,7 +143,7 @@ def _aim(suite: Suite, line: Mapping[str, Any]) -> str:
 
 
 def section(suite: Suite, result: Mapping[str, Any]) -> str:
-    """What the page says of a suite: the command, the machine, the table."""
+    """Return a suite's section of the page: the command, the machine, the table."""
     of = result["machine"]
     on = f"{of['cores']} × {of['processor']}" + (f", {of['gpu']}" if of["gpu"] else "")
     head = f"`{result['command']}`, {result['date']}, {on}, torch {of['torch']}, load {result['load']:.1f} before:"
@@ -151,7 +151,7 @@ def section(suite: Suite, result: Mapping[str, Any]) -> str:
 
 
 def begin(name: str) -> str:
-    """The mark before a suite's block in the page."""
+    """Return the mark before a suite's block in the page."""
     return f"<!-- the following is written by benchmarks/bench.py: {name} -->\n"
 
 
@@ -159,7 +159,7 @@ END = "<!-- until here -->\n"
 
 
 def filled(page: str, suites: Sequence[Suite], results: Mapping[str, Any]) -> str:
-    """The page with the block of each suite that has a result.
+    """Return the page with the block of each suite that has a result.
 
     Raises:
         SystemExit: a suite has a result and the page no block for it.
@@ -186,7 +186,7 @@ _GRID = "#8b949e"
 
 
 def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any]) -> None:
-    """Every ratio to a peer as a dot with its quartiles, beside the line where both take the same time.
+    """Draw every ratio to a peer as a dot with its quartiles, beside the line where both take the same time.
 
     The drawing has no ground, and its ink is that of light or dark pages, as the reader's scheme is.
 

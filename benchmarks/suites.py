@@ -19,7 +19,7 @@ _STAGES = (
 
 
 def _cases(*names: str, rounds: int) -> tuple[str, ...]:
-    """The words that ask for some cases."""
+    """Return the words that ask for some cases."""
     return (*(word for name in names for word in ("--case", name)), "--rounds", str(rounds))
 
 

@@ -86,7 +86,7 @@ class Count:
 
     @classmethod
     def read(cls, path: str) -> Count:
-        """What the file of one direction says now; any process of the machine may ask."""
+        """Read the counts of one direction from their file, in any process of the machine."""
         wire_bytes, packets, dropped, late = struct.unpack("=4Q", Path(path).read_bytes())
         return cls(wire_bytes, packets, dropped, late * 1e-9 / max(1, packets))
 
@@ -206,7 +206,7 @@ def on_the_wire(packet: bytes | memoryview) -> tuple[int, int]:
 
 
 def _carry(a: int, b: int, count_a: int, count_b: int, rate: int, delay: float) -> None:
-    """The relay: until the standard input ends, which is when its parent does."""
+    """Relay until the standard input ends, which is when the parent process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     # Sleep to the microsecond; by default the kernel may wake a process 50 of them later.
     with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ def _carry(a: int, b: int, count_a: int, count_b: int, rate: int, delay: float) 
 
 
 def answer(address: str) -> None:
-    """One side of a measurement: print the port of a new server, and answer one client of ``ask``."""
+    """Print the port of a new server, and answer one client of ``ask``; one side of a measurement."""
     with socket.create_server((address, 0)) as server:
         server.settimeout(_PATIENCE)
         print(server.getsockname()[1], flush=True)
@@ -275,7 +275,7 @@ def _both_ways(peer: socket.socket, size: int) -> float:
 
 
 def _send_bulk(peer: socket.socket, size: int) -> None:
-    """Its start goes ahead: all processes of one machine have one monotonic clock."""
+    """Send the starting time and ``size`` bytes; all processes of one machine share one monotonic clock."""
     peer.sendall(struct.pack("=d", time.monotonic()))
     block = bytes(2**20)
     for sent in range(0, size, len(block)):
@@ -283,7 +283,7 @@ def _send_bulk(peer: socket.socket, size: int) -> None:
 
 
 def _receive_bulk(peer: socket.socket, size: int) -> float:
-    """Bits per second of what ``_send_bulk`` sends."""
+    """Return the bits per second that ``_send_bulk`` sends."""
     (start,) = _receive_struct(peer, "=d")
     room = memoryview(bytearray(2**20))
     left = size

@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 
 def t5() -> Any:
-    """As Flan-T5 is made, with smaller first weights: with T5's own, rounding grows so fast that no two ways to add up agree."""
+    """Make a model like Flan-T5 with smaller first weights: with its own, rounding grows so fast that no two sums agree."""
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     ways = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "initializer_factor": 0.3}
     tokens = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": START}
@@ -51,14 +51,14 @@ def falcon() -> Any:
 
 
 def words(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words, and the same backwards with an end, ``[count, letters]`` each."""
+    """Return words, and the same backwards with an end, ``[count, letters]`` each."""
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(FIRST, FIRST + LETTERS, (count, LENGTH), generator=generator)
     return found, torch.cat([found.flip(1), torch.full((count, 1), END)], 1)
 
 
 def inputs(name: str, given: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the model is trained on: an encoder's input and labels, or one sequence of which the second half counts."""
+    """Return the training inputs: an encoder's input and labels, or one sequence; only its second half counts."""
     if name == "t5":
         return {"input_ids": given, "labels": wanted}
     prompt = prompts(name, given)
@@ -67,12 +67,12 @@ def inputs(name: str, given: torch.Tensor, wanted: torch.Tensor) -> dict[str, to
 
 
 def prompts(name: str, given: torch.Tensor) -> torch.Tensor:
-    """What the model goes on from."""
+    """Return the prompts that the model continues."""
     return given if name == "t5" else torch.cat([given, torch.full((len(given), 1), START)], 1)
 
 
 def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all replicas have found in an epoch, and how many words are right."""
+    """Return the results of all replicas in an epoch, and how many words are right."""
     whole = {name: [row for each in found for row in each[name]] for name in ("wanted", "greedy", "sampled")}
     right = sum(text == word for text, word in zip(whole["greedy"], whole["wanted"], strict=True))
     return {"loss": sum(each["loss"] for each in found) / len(found), "right": right, **whole}

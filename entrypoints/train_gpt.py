@@ -129,7 +129,7 @@ class Corpus:
         self.seq_len = seq_len
 
     def batch(self, data: torch.Tensor, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``size`` random samples ``(ids, next ids)``, each ``[size, seq]``; the same for the same seed."""
+        """Return ``size`` random samples ``(ids, next ids)``, each ``[size, seq]``; the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(data) - self.seq_len - 1, (size,), generator=generator)
         windows = data[starts[:, None] + torch.arange(self.seq_len + 1)].long()
@@ -150,7 +150,7 @@ def evaluation_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) 
 
 
 def place_among_readers() -> tuple[int, int]:
-    """Which of the ranks that read different samples this one is, and how many they are.
+    """Return this rank's place among the ranks that read different samples, and their number.
 
     A common batch (``prescaled_batch``) belongs to a whole tensor parallel group.
     """
@@ -159,14 +159,14 @@ def place_among_readers() -> tuple[int, int]:
 
 
 def this_ranks_share(size: int) -> slice:
-    """This rank's samples of a global batch of ``size``."""
+    """Return this rank's samples of a global batch of ``size``."""
     place, readers = place_among_readers()
     return slice(place * (size // readers), (place + 1) * (size // readers))
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> float | None:
-    """Held-out loss in nats per byte, the mean over all data parallel ranks; None when no batches are held out."""
+    """Return the held-out loss in nats per byte, the mean over all data parallel ranks; None when no batches are held out."""
     if args.eval_batches < 1:
         return None
     model.eval()
@@ -198,7 +198,7 @@ def sample_text(model: GPT, prompt: str, length: int, device: torch.device, seed
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return the factor of a linear warm-up, then of a cosine down to a tenth."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -236,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_model(config: GPTConfig) -> smp.DistributedModel:
-    """The model over all ranks; with tensor parallelism the linear maps of the blocks are shared by its ranks."""
+    """Make the model over all ranks; with tensor parallelism its ranks share the linear maps of the blocks."""
     with smp.model_creation():
         module = GPT(config)
     smp.set_tensor_parallelism(module.blocks, smp.tp_size() > 1)
@@ -244,7 +244,7 @@ def make_model(config: GPTConfig) -> smp.DistributedModel:
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.DistributedOptimizer:
-    """AdamW, or Muon with AdamW beside it; matrices decay, and biases, norms and embeddings of one dimension do not."""
+    """Make an AdamW optimizer, or Muon with AdamW beside it; matrices decay, and biases, norms and embeddings of one dimension do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     inner: torch.optim.Optimizer
     if args.optimizer == "muon":  # its updates are as large as AdamW's, so that the same rate and decay fit
@@ -265,7 +265,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.Distribute
 
 
 def is_due(done: int, interval: int, args: argparse.Namespace) -> bool:
-    """Whether something that happens every ``interval`` steps happens now; after the last step it comes anyway."""
+    """Return whether something that happens every ``interval`` steps happens now; it always does after the last step."""
     return bool(interval) and done % interval == 0 and done < args.steps
 
 
@@ -356,7 +356,7 @@ def finish(
 def write_model(
     args: argparse.Namespace, config: GPTConfig, model: GPT, val_loss: float | None, losses: list[float]
 ) -> None:
-    """Weights for plain ``torch.load``, the shape to build the model with, and what was reached."""
+    """Write weights for plain ``torch.load``, the shape to build the model with, and what was reached."""
     args.model_dir.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.float().cpu() for name, tensor in model.state_dict().items()}
     torch.save(weights, args.model_dir / "model.pt")

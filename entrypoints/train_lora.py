@@ -43,14 +43,14 @@ def arguments() -> argparse.Namespace:
 
 
 def samples(folder: str) -> list[str]:
-    """The text, in pieces of some words."""
+    """Return the text in pieces of some words."""
     text = " ".join(file.read_text(errors="replace") for file in sorted(Path(folder).glob("*.txt")))
     words = re.findall(r"[A-Za-z]+", text.lower())[:20_000]
     return [" ".join(words[start : start + WORDS_IN_A_SAMPLE]) for start in range(0, len(words), WORDS_IN_A_SAMPLE)]
 
 
 def tokenizer_of(texts: list[str]) -> hf.PreTrainedTokenizerFast:
-    """Of whole words, the most frequent ones."""
+    """Make a tokenizer of whole words, the most frequent ones."""
     counts = Counter(word for text in texts for word in text.split())
     words = ["<pad>", "<eos>", "<unk>", *(word for word, _ in counts.most_common(500))]
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
@@ -59,7 +59,7 @@ def tokenizer_of(texts: list[str]) -> hf.PreTrainedTokenizerFast:
 
 
 def base_model(vocabulary: int) -> Any:
-    """The model whose weights stay as they are; the same for the same seed."""
+    """Make the model whose weights stay as they are; the same seed makes the same model."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

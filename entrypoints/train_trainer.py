@@ -30,7 +30,7 @@ class DataArguments:
 
 
 def samples(data: DataArguments) -> list[dict[str, torch.Tensor]]:
-    """The text in pieces of ``seq_len`` bytes."""
+    """Return the text in pieces of ``seq_len`` bytes."""
     text = b"".join(file.read_bytes() for file in sorted(Path(data.train).rglob("*.txt")))
     count = len(text) // data.seq_len
     if count < 8:

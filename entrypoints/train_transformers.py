@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """The model to train, on every rank; its weights are kept where its modules are divided."""
+    """Make the model to train on every rank; its weights are kept where its modules are divided."""
     if args.pretrained:
         return AutoModelForCausalLM.from_pretrained(args.pretrained)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 128}
@@ -54,7 +54,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def samples(args: argparse.Namespace) -> torch.Tensor:
-    """Token ids of the text, ``[samples, seq]``: the tokenizer's beside the model, or bytes where there is none."""
+    """Return token ids of the text, ``[samples, seq]``: the tokenizer's beside the model, or bytes if there is none."""
     texts = [file.read_text(errors="replace") for file in sorted(args.train.rglob("*.txt"))]
     if args.pretrained and Path(args.pretrained, "tokenizer_config.json").is_file():
         ids = AutoTokenizer.from_pretrained(args.pretrained)("\n".join(texts))["input_ids"]
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def endless(loader: Any) -> Any:
-    """Batches of one epoch after the other, beginning where the loader is."""
+    """Yield the batches of one epoch after the other, beginning where the loader is."""
     while True:
         yield from loader
         loader.set_epoch(loader.epoch + 1)

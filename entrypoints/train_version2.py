@@ -64,7 +64,7 @@ class Counter(nn.Module):
 
 
 def draw(step, replica, rows):
-    """Rows of numbers with a common difference; the last column is to be predicted."""
+    """Draw rows of numbers with a common difference; the last column is to be predicted."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
     first, difference = torch.randint(NUMBERS, (2, rows, 1), generator=generator)
     return (first + difference * torch.arange(LENGTH + 1)) % NUMBERS

@@ -23,7 +23,7 @@ ENTRYPOINTS = Path(__file__).resolve().parent.parent / "entrypoints"
 
 
 def train(config: dict[str, Any]) -> None:
-    """What every worker runs: the script, as if it had been started with ``config["words"]``."""
+    """Run the script on every worker as if it had been started with ``config["words"]``."""
     sys.path.insert(0, config["folder"])
     sys.argv = ["train_gpt.py", *config["words"]]
     import train_gpt

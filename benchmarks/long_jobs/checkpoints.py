@@ -51,7 +51,7 @@ def plain_rate(folder: Path, size: int) -> float:
 
 
 def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
-    """One rank: saves in turns, then one load under PyTorch's memory profiler."""
+    """Save in turns on one rank, then load once under PyTorch's memory profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     import smdistributed.modelparallel.torch as smp
@@ -175,13 +175,13 @@ class Peer:
         self.newest: Path | None = None
 
     def train(self) -> None:
-        """A step."""
+        """Train for one step."""
         self.optimizer.zero_grad()
         self.model(torch.ones(4, self.hidden)).square().mean().backward()
         self.optimizer.step()
 
     def save(self, kind: str) -> None:
-        """Into a new folder; those before the last two are removed, as this library does."""
+        """Save into a new folder; those before the last two are removed, as this library does."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, state = get_state_dict(self.model, self.optimizer)
@@ -197,13 +197,13 @@ class Peer:
             shutil.rmtree(self.folder / f"{kind}-{self.number - 4}", ignore_errors=True)
 
     def wait(self) -> None:
-        """Until an asynchronous save is written."""
+        """Block until an asynchronous save is written."""
         if self.running is not None:
             self.running.result()
             self.running = None
 
     def load_whole(self) -> None:
-        """The newest checkpoint into a model that every rank holds whole."""
+        """Load the newest checkpoint into a model that every rank holds whole."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         model = nn.Sequential(*(nn.Linear(self.hidden, self.hidden) for _ in self.model))

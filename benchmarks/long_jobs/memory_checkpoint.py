@@ -114,7 +114,7 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> No
 
 
 def _copy_seconds(size: int) -> float:
-    """Of so many bytes between two buffers that are used again."""
+    """Return the seconds of a copy of that many bytes between two reused buffers."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     found = []
     for _ in range(7):

@@ -79,7 +79,7 @@ def main() -> None:
         return loss
 
     def block() -> tuple[float, float]:
-        """Seconds, and those of all ranks' processors."""
+        """Return the seconds, and those of all ranks' processors."""
         begin, computed = time.perf_counter(), time.process_time()
         for _ in range(BLOCK):
             optimizer.zero_grad()

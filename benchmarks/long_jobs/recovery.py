@@ -62,7 +62,7 @@ class System:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def commands(self, folder: Path, python: str) -> list[list[str]]:
-        """The command lines of a job: one, or one for each replica."""
+        """Return the command lines of a job: one, or one for each replica."""
         words = [str(_RANKS), self.kind, str(folder)]
         if self.kind == "smp":
             launch = [sys.executable, "-m", "smp_launch", "run", "--processes", str(self.ranks)]
@@ -172,7 +172,7 @@ class Job:
             yield f"http://127.0.0.1:{port}"
 
     def ledgers(self) -> list[list[Line]]:
-        """What each rank has told so far; a line that is still being written is left out."""
+        """Return the lines that each rank has written so far, without one that is still being written."""
         found = []
         for rank in range(self.system.ranks):
             path = self.folder / f"ledger.{rank}"
@@ -239,13 +239,13 @@ def _repeated(ledgers: list[list[Line]]) -> int:
 
 
 def _left_out(ledgers: list[list[Line]]) -> int:
-    """Steps that a rank has not made, over all ranks."""
+    """Return the steps that a rank has not made, over all ranks."""
     end = 1 + max(line.step for lines in ledgers for line in lines)
     return sum(end - len({line.step for line in lines}) for lines in ledgers)
 
 
 def _killed_job(system: System, kills: int, python: str, chance: random.Random, found: Found) -> tuple[int, list[str]]:
-    """A job with so many kills: its number of steps, and its final parameters."""
+    """Run a job with that many kills; return its number of steps and its final parameters."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Job(system, Path(folder), python).running() as job:
         job.wait_for(lambda ledgers: all(ledgers))
         for _ in range(kills):
@@ -264,7 +264,7 @@ def _killed_job(system: System, kills: int, python: str, chance: random.Random, 
 
 
 def _undisturbed(system: System, steps: int, python: str) -> list[str]:
-    """The final parameters of a job without kills."""
+    """Return the final parameters of a job without kills."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Job(system, Path(folder), python).running() as job:
         job.end(steps)
         return job.parameters()
@@ -290,7 +290,7 @@ def _print(found: Sequence[tuple[str, Found]]) -> None:
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """Of a few values: the smallest that so large a share of them does not exceed."""
+    """Return the smallest value that at most that share of the values exceeds."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if share != 0.5 else statistics.median(values)
 
 

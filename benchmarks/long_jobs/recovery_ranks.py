@@ -38,12 +38,12 @@ class Ledger:
         os.write(self._file, f"{step} {os.getpid()} {time.monotonic()}\n".encode())
 
     def is_over(self, step: int) -> bool:
-        """Whether ``step`` is none any more. The end is told when it is still many steps away, so that all ranks see it in time."""
+        """Return whether ``step`` is past the last one. The end is set many steps ahead, so that all ranks see it in time."""
         end = self._folder / "end"
         return end.exists() and step >= int(end.read_text())
 
     def parameters(self, state: Mapping[str, Any]) -> None:
-        """Writes a digest of each tensor of a rank's final parameters."""
+        """Write a digest of each tensor of a rank's final parameters."""
         found = {
             name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
             for name, value in state.items()
@@ -53,7 +53,7 @@ class Ledger:
 
 
 def batch(step: int, replica: int) -> torch.Tensor:
-    """The ids of a step: [batch, seq]."""
+    """Return the ids of a step: [batch, seq]."""
     draw = torch.Generator().manual_seed(1000 * step + replica)
     return torch.randint(0, VOCABULARY, (BATCH, SEQ), generator=draw)
 
@@ -72,7 +72,7 @@ def _adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_here(folder: Path) -> None:
-    """This library; the launcher hands over the parameters, and where the state in memory is."""
+    """Train with this library; the launcher passes the parameters and the place of the state in memory."""
     import smdistributed.modelparallel.torch as smp
 
     smp.init()
@@ -145,7 +145,7 @@ def train_with_dcp(folder: Path, is_async: bool) -> None:
 
 
 def train_with_torchft(folder: Path, is_alone: bool) -> None:
-    """DDP of torchft: a lost replica takes the state of the one that is left.
+    """Train with DDP of torchft: a lost replica takes the state of the one that is left.
 
     ``is_alone``: the one that is left trains on meanwhile, with its own batches only; otherwise it waits for the other.
     """

@@ -71,7 +71,7 @@ class _Job:
         self._step = train_step
 
     def step(self) -> float:
-        """The seconds of one."""
+        """Run a step and return its seconds."""
         import smdistributed.modelparallel.torch as smp
 
         smp.barrier()
@@ -83,7 +83,7 @@ class _Job:
         return time.perf_counter() - began
 
     def held(self) -> dict[tuple[str, str], tuple[torch.Tensor, int]]:
-        """Of everything that this rank has, which elements of the whole, and the bytes of one."""
+        """Return, for everything that this rank has, its elements of the whole, and the bytes of one."""
         from smp_runtime.checkpoint.live_state import live_weights, updated_parameters
 
         found = {}
@@ -100,7 +100,7 @@ class _Job:
 
 
 def _walk(hidden: int, layers: int, folder: Path) -> None:
-    """One job that goes through all changes; rank 0 writes its figures down."""
+    """Run one job through all changes; rank 0 writes its figures down."""
     import smdistributed.modelparallel.torch as smp
 
     job, rows = _Job(WALK[0], hidden, layers), []
@@ -139,7 +139,7 @@ def _walk(hidden: int, layers: int, folder: Path) -> None:
 
 
 def _resume(degrees: str, tag: str, hidden: int, layers: int, folder: Path) -> None:
-    """A job that begins with a checkpoint."""
+    """Run a job that begins with a checkpoint."""
     import smdistributed.modelparallel.torch as smp
 
     job = _Job(degrees, hidden, layers)

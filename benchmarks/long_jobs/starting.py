@@ -80,7 +80,7 @@ def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def report(case: str, ours: list[float], peers: Mapping[str, list[float]]) -> None:
-    """A line for each peer."""
+    """Print a line for each peer."""
     for peer, theirs in peers.items():
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         low, high = statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
@@ -97,7 +97,7 @@ def report(case: str, ours: list[float], peers: Mapping[str, list[float]]) -> No
 
 
 def importing(rounds: int) -> None:
-    """A process that imports, and nothing else."""
+    """Time a process that imports and does nothing else."""
 
     def of(name: str) -> Callable[[], float]:
         def run() -> float:
@@ -114,7 +114,7 @@ def importing(rounds: int) -> None:
 
 
 def first_step(rounds: int) -> None:
-    """From the launcher's start to the end of the first step."""
+    """Time a job from the launcher's start to the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         for name, parts in SCRIPTS.items():
             source = Path(folder, name)

@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """``mp_parameters``."""
+        """Return ``mp_parameters``."""
         offload = {"offload_activations": True} if self.activation_offloading else {}
         return {"ddp": True, **self.parameters, **offload}
 
@@ -47,7 +47,7 @@ def state_sharding(tensor: int, **more: Any) -> dict[str, Any]:
 
 
 def sharded(degree: int, tensor: int = 1) -> dict[str, Any]:
-    """Sharded data parallelism."""
+    """Return the parameters of sharded data parallelism."""
     found: dict[str, Any] = {"sharded_data_parallel_degree": degree, "bf16": True}
     return found if tensor == 1 else {**found, "tensor_parallel_degree": tensor, "prescaled_batch": True}
 
@@ -68,7 +68,7 @@ ROWS = {
 
 
 def words(row: Row) -> list[str]:
-    """The script's arguments."""
+    """Return the script's arguments."""
     shape = SHAPES[row.shape]
     given = {
         "family": "gpt_neox" if "neox" in row.shape else "gpt2",
@@ -83,7 +83,7 @@ def words(row: Row) -> list[str]:
 
 
 def line(name: str, row: Row) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     planned = plan(
         row.shape,
         INSTANCE,

@@ -11,7 +11,7 @@ import smdistributed.modelparallel.torch as smp
 
 
 def config_of(given: argparse.Namespace) -> GPT2Config | GPTNeoXConfig:
-    """The configuration of a family, in a size."""
+    """Return the configuration of a family, in a size."""
     if given.family == "gpt2":
         return GPT2Config(
             vocab_size=given.vocabulary,
@@ -34,7 +34,7 @@ def config_of(given: argparse.Namespace) -> GPT2Config | GPTNeoXConfig:
 
 @smp.step
 def train_step(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of a microbatch of tokens, ``[batch, sequence]``."""
+    """Run forward and backward of a microbatch of tokens, ``[batch, sequence]``."""
     loss = model(input_ids=ids, labels=ids)["loss"]
     model.backward(loss)
     return loss

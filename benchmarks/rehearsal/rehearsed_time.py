@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def train(name: str, stages: int) -> None:
-    """The script of a case: some steps."""
+    """Run the script of a case for some steps."""
     import torch
     import torch.nn.functional as F
     from data_parallel import make_gpt
@@ -79,7 +79,7 @@ def train(name: str, stages: int) -> None:
 
 
 def start(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stages: int) -> subprocess.Popen[bytes]:
-    """A job on this machine that leaves its timelines in a folder."""
+    """Run a job on this machine that leaves its timelines in a folder."""
     environ = {
         "SM_HP_MP_PARAMETERS": json.dumps(dict(parameters)),
         "SMP_TIMELINE": str(KEPT),
@@ -100,14 +100,14 @@ def wait(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def alone(name: str, copies: int, microbatches: int, folder: Path, stages: int) -> Path:
-    """The timelines of one process, while ``copies - 1`` others do the same."""
+    """Return the timelines of one process, while ``copies - 1`` others do the same."""
     folders = [folder / str(copy) for copy in range(copies)]
     wait([start(name, 1, {"microbatches": microbatches}, each, stages) for each in folders])
     return folders[0]
 
 
 def this_machine(ranks: int, reduces: bool) -> Any:
-    """A rate card of this machine; what was not measured, such as an optimizer's update, is no part of a makespan.
+    """Return a rate card of this machine; what was not measured, such as an optimizer's update, is no part of a makespan.
 
     Args:
         reduces: whether ranks sum gradients, for which the link is measured.
@@ -126,7 +126,7 @@ def this_machine(ranks: int, reduces: bool) -> Any:
 
 
 def _link(ranks: int) -> Any:
-    """What an all-reduce over gloo shows: the medians for 4 MiB, and for nothing."""
+    """Return the link that an all-reduce over gloo shows, by the medians for 4 MiB and for nothing."""
     from smp_records.rate_card import Link
 
     code = """
@@ -159,7 +159,7 @@ dist.destroy_process_group()
 
 
 def compare(case: str, *, beside: bool = False) -> dict[str, float]:
-    """Makespans in milliseconds: as rehearsed, and as the job had them.
+    """Return the makespans in milliseconds, rehearsed and real.
 
     Args:
         beside: modules are measured while as many processes compute as the job has ranks.

@@ -48,7 +48,7 @@ class Peer(nn.Module):
 
 
 def make(args: argparse.Namespace, strategy: str | None) -> nn.Module:
-    """A wrapped stack of layers."""
+    """Make a wrapped stack of layers."""
     import train_gpt
 
     import smdistributed.modelparallel.torch as smp
@@ -64,7 +64,7 @@ def make(args: argparse.Namespace, strategy: str | None) -> nn.Module:
 
 
 def step_of(model: nn.Module, args: argparse.Namespace, device: torch.device) -> Callable[[], None]:
-    """One forward and backward pass."""
+    """Return one forward and backward pass as a function."""
     import smdistributed.modelparallel.torch as smp
 
     x = torch.randn(args.batch, args.seq, args.hidden, device=device)
@@ -144,7 +144,7 @@ def checkpointing(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def offloading(args: argparse.Namespace, device: torch.device) -> None:
-    """Memory of every horizon; on a GPU also how much of the copies is hidden."""
+    """Measure the memory of every horizon; on a GPU also how much of the copies is hidden."""
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.activations.activations import Activations
 

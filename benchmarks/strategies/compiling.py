@@ -35,7 +35,7 @@ VOCABULARY = 512
 
 
 def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: int, dropout: float, note: str) -> None:
-    """One rank: compiled and eager steps in turns."""
+    """Run compiled and eager steps in turns on one rank."""
     import torch
     from torch import nn
     from torch._dynamo.utils import compilation_time_metrics, counters
@@ -143,7 +143,7 @@ def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: 
 
 
 def measured(case: str, words: list[object], folder: str) -> dict:
-    """One job of a case, whose compiler keeps its results in ``folder``."""
+    """Measure one job of a case; its compiler keeps its results in ``folder``."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     note = Path(folder) / "line.json"
     run_ranks(__file__, CASES[case][0], ["--rank-of", case, "--note", note, *words])

@@ -70,7 +70,7 @@ def loss_of(out: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
 
 
 def rows_and_keys(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of queries and of keys, as a column and a row."""
+    """Return the positions of queries and of keys, as a column and a row."""
     places = torch.arange(tokens)
     return places[:, None], places[None]
 
@@ -127,7 +127,7 @@ LARGE = (
 
 
 def small_batch(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Features, the other sequence, targets."""
+    """Return features, the other sequence, and targets."""
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(BATCH, given.get("tokens", TOKENS), HIDDEN, generator=draw)
     memory = torch.randn(BATCH, given["memory"], HIDDEN, generator=draw) if "memory" in given else None
@@ -257,7 +257,7 @@ def peer_loss(case: str, model: nn.Module, mesh: Any) -> tuple[torch.Tensor, Any
 
 
 def theirs(case: str, mesh: Any, *, accelerate: bool) -> tuple[float, torch.Tensor]:
-    """The same with PyTorch's context manager, and with the hooks of Accelerate around it."""
+    """Run the same with PyTorch's context manager, and with the hooks of Accelerate around it."""
     from context_peers import as_accelerate
 
     model, _ = prepared(case)
@@ -276,7 +276,7 @@ def theirs(case: str, mesh: Any, *, accelerate: bool) -> tuple[float, torch.Tens
 
 
 def verdict(run: Callable[[], tuple[float, torch.Tensor]], expected: tuple[float, torch.Tensor]) -> str:
-    """What a run is beside one process; the ranks run the same program, so all of them fail or none."""
+    """Compare a run with one process; the ranks run the same program, so all of them fail or none."""
     try:
         loss, change = run()
     except Exception as error:
@@ -290,7 +290,7 @@ def verdict(run: Callable[[], tuple[float, torch.Tensor]], expected: tuple[float
 
 
 def peer_verdict(case: str, mesh: Any, expected: tuple[float, torch.Tensor], *, accelerate: bool) -> str:
-    """The peer's, with its balance off if it asks for that."""
+    """Compare the peer's run, without its load balancing if the case asks for that."""
     from context_peers import prototype
 
     def run() -> tuple[float, torch.Tensor]:
@@ -305,7 +305,7 @@ def peer_verdict(case: str, mesh: Any, expected: tuple[float, torch.Tensor], *, 
 
 
 def run_rank(case: str) -> None:
-    """One rank: one process, this library, and the peers."""
+    """Run one process, this library and the peers on one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ LAYERS, HIDDEN, HEADS = 4, 256, 8
 
 
 def make_gpt(tokens: int):
-    """The model of the main job."""
+    """Make the model of the main job."""
     import torch
 
     sys.path.insert(0, str(ROOT / "entrypoints"))
@@ -43,7 +43,7 @@ def make_gpt(tokens: int):
 
 
 def make_peer(tokens: int):
-    """The same model, which is told the positions: PyTorch's code cuts tensors that a script names, no others."""
+    """Make the same model with positions as an argument: PyTorch's code splits only the tensors that a script names."""
     from torch import nn
 
     class GivenPositions(nn.Module):
@@ -98,7 +98,7 @@ def closed_form(ranks: int, batch: int, tokens: int) -> float:
 
 
 def alone(ids, tokens: int) -> tuple[float, int]:
-    """Loss and kept bytes of one process."""
+    """Return the loss and kept bytes of one process."""
     import torch.nn.functional as F
 
     model, kept = make_gpt(tokens), KeptBytes()
@@ -108,7 +108,7 @@ def alone(ids, tokens: int) -> tuple[float, int]:
 
 
 def mean_over_ranks(value: float) -> float:
-    """The mean of the ranks' values."""
+    """Return the mean of the ranks' values."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +118,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def our_side(tokens: int, ids) -> tuple[Callable[[], float], KeptBytes]:
-    """This library: an update, which returns the loss."""
+    """Return an update of this library as a function, which returns the loss."""
     import torch
     import torch.nn.functional as F
 
@@ -144,7 +144,7 @@ def our_side(tokens: int, ids) -> tuple[Callable[[], float], KeptBytes]:
 
 
 def peer_side(tokens: int, ids) -> tuple[Callable[[], float], KeptBytes]:
-    """PyTorch's prototype: an update, which returns the loss of this rank's tokens."""
+    """Return an update of PyTorch's prototype as a function, which returns the loss of this rank's tokens."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -170,7 +170,7 @@ def peer_side(tokens: int, ids) -> tuple[Callable[[], float], KeptBytes]:
 
 
 def run_rank(case: str, transport: str, rounds: int, tokens: int, batch: int) -> None:
-    """One rank: both sides in turns."""
+    """Run both sides in turns on one rank."""
     import torch
     import torch.distributed as dist
 

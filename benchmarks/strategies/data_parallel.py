@@ -32,7 +32,7 @@ CASES = {
 
 
 def make_gpt():
-    """The model of the main job, larger."""
+    """Make the model of the main job, larger."""
     import torch
 
     sys.path.insert(0, str(ROOT / "entrypoints"))
@@ -43,7 +43,7 @@ def make_gpt():
 
 
 def run_rank(case: str, transport: str, rounds: int, batch: int, precision: str) -> None:
-    """One rank: both sides in turns."""
+    """Run both sides in turns on one rank."""
     import torch
     import torch.nn.functional as F
 

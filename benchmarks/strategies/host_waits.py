@@ -47,7 +47,7 @@ def _counted(path: Any, steps: int) -> dict[tuple[str, str], int]:
 
 
 def waits_per_step(pool: RankPool, name: str) -> Counter[tuple[str, str]]:
-    """By kind and line, what the rank that waits most does in a step."""
+    """Return, by kind and line, the waits of the rank that waits most in a step."""
     path = PATHS[name]
     short, long = (pool.run(_counted, path.world, path, steps, init=False, timeout=300) for steps in (SHORT, LONG))
     most: Counter[tuple[str, str]] = Counter()

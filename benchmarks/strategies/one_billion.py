@@ -28,7 +28,7 @@ OVERHEAD = 128 * 2**20
 
 
 def run_rank(layers: int, hidden: int) -> None:
-    """One rank."""
+    """Run one rank."""
     import torch
     import torch.nn.functional as F
 
@@ -93,7 +93,7 @@ def run_rank(layers: int, hidden: int) -> None:
 
 
 def _peak() -> int:
-    """The most memory that this process has held so far, in bytes."""
+    """Return the most memory that this process has held so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

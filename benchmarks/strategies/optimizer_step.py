@@ -33,7 +33,7 @@ def _operations(update: Any) -> int:
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
-    """Medians and quartiles of one optimizer."""
+    """Return the medians and quartiles of one optimizer."""
     import torch
 
     import smdistributed.modelparallel.torch as smp

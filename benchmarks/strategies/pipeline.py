@@ -91,7 +91,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def network(case: str) -> Any:
-    """The GPT of the data parallel benchmark, with a tied output layer or its own one, or Transformers' GPT-2."""
+    """Make the GPT of the data parallel benchmark, with a tied output layer or its own one, or Transformers' GPT-2."""
     import torch
 
     if case == "gpt2":
@@ -118,7 +118,7 @@ def _sleep(seconds: float) -> None:
 
 
 def sleepers(smp: Any, stages: int) -> Any:
-    """A chain of modules that do nothing but take time, one on each stage."""
+    """Make a chain of modules that only take time, one on each stage."""
     import torch
     from torch import nn
 
@@ -167,7 +167,7 @@ def sleepers(smp: Any, stages: int) -> Any:
 
 
 def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
-    """Makespan of the chain ÷ closed form."""
+    """Return the chain's makespan divided by the closed form."""
     import torch
 
     processors = sorted(os.sched_getaffinity(0))
@@ -213,7 +213,7 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
 
 
 def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
-    """Our pipeline and a peer in turns."""
+    """Run our pipeline and a peer in turns."""
     import torch
     import torch.nn.functional as F
 
@@ -324,7 +324,7 @@ def _torch_chain(smp: Any, link: Any, inputs: Any) -> Callable[[], None]:
 
 
 def _torch_two_links(smp: Any, kind: str, inputs: Any) -> Callable[[], None]:
-    """The chain's work as two links per rank, in operations whose halves of backward torch tells apart."""
+    """Return a step of the chain as two links per rank, in operations whose halves of backward torch tells apart."""
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
@@ -433,7 +433,7 @@ def _timed(run: Callable[[], object], smp: Any) -> float:
 
 
 def run_rank(case: str, rounds: int, batch: int) -> None:
-    """One rank of a case."""
+    """Run one rank of a case."""
     import torch
 
     torch.set_num_threads(1)

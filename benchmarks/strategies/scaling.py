@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[float, int], f
 
 
 def rehearsed(parameters: dict[str, Any], ranks: int, batch: int, text: Path) -> Rehearsed:
-    """The script on so many ranks, with so many samples of a step over all of them."""
+    """Rehearse the script on that many ranks, with that many samples of a step over all of them."""
     words = ["--layers", LAYERS, "--hidden", HIDDEN, "--heads", 16, "--seq_len", SEQ, "--batch_size", batch]
     words += ["--steps", 10, "--eval_interval", 0, "--eval_batches", 0, "--checkpoint_interval", 0]
     return rehearse(
@@ -66,7 +66,7 @@ def rehearsed(parameters: dict[str, Any], ranks: int, batch: int, text: Path) ->
 
 
 def line(case: str, scaling: str, ranks: int, alone_flops: float, text: Path) -> dict[str, Any]:
-    """Figures of one shape; ``alone_flops``: of one rank that has a sample of each step."""
+    """Return the figures of one shape; ``alone_flops``: of one rank that has a sample of each step."""
     make, bound = CASES[case]
     batch = STRONG if scaling == "strong" else WEAK * ranks
     found = rehearsed(make(ranks), ranks, batch, text)
@@ -88,7 +88,7 @@ def line(case: str, scaling: str, ranks: int, alone_flops: float, text: Path) ->
 
 
 def elements() -> int:
-    """Parameters of the model, whose output layer is tied to the embedding."""
+    """Return the parameters of the model, whose output layer is tied to the embedding."""
     import sys
 
     sys.path.insert(0, str(SCRIPT.parent))

@@ -30,7 +30,7 @@ CASES = {"2": (2, 2), "4": (4, 4), "2x2": (4, 2)}
 
 
 def make_gpt():
-    """The model of the main job, larger."""
+    """Make the model of the main job, larger."""
     import torch
 
     sys.path.insert(0, str(ROOT / "entrypoints"))
@@ -41,7 +41,7 @@ def make_gpt():
 
 
 def make_peer(ranks: int, degree: int, device_type: str):
-    """The same model under FSDP2."""
+    """Make the same model under FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +54,7 @@ def make_peer(ranks: int, degree: int, device_type: str):
 
 
 def run_rank(case: str, transport: str, rounds: int, batch: int) -> None:
-    """One rank: both sides in turns."""
+    """Run both sides in turns on one rank."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F

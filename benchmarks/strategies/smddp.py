@@ -75,12 +75,12 @@ def compare(sides: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str,
 
 
 def ratio(one: list[float], other: list[float]) -> float:
-    """The median of the ratios of neighbours."""
+    """Return the median of the ratios of neighbours."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def gather_rank(rounds: int) -> None:
-    """One rank: both all-gathers at all sizes."""
+    """Run both all-gathers at all sizes on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +118,7 @@ def gather_rank(rounds: int) -> None:
 
 
 def make_gpt() -> Any:
-    """The model of the main job, with much to gather and little to compute."""
+    """Make the model of the main job, with much to gather and little to compute."""
     import torch
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "entrypoints"))
@@ -129,7 +129,7 @@ def make_gpt() -> Any:
 
 
 def train_rank(rounds: int) -> None:
-    """One rank: sharded data parallel training of one GPT, over SMDDP, over gloo, and over gloo in phases."""
+    """Train one GPT with sharded data parallelism on one rank: over SMDDP, over gloo, and over gloo in phases."""
     import torch
     import torch.nn.functional as F
 
@@ -207,7 +207,7 @@ ROWS = {
 
 
 def make_units(shape: Any, degree: int, ranks: int) -> Any:
-    """The units of one layer and of what is outside the layers, cut so that ``ranks`` shards are as large as the row's."""
+    """Make the units of one layer and of what is outside the layers, so that ``ranks`` shards are as large as the row's."""
     import torch
     from torch import nn
 
@@ -231,7 +231,7 @@ def make_units(shape: Any, degree: int, ranks: int) -> Any:
 
 
 def units_rank(rounds: int) -> None:
-    """One rank: units as large as those of published configurations, through buffers of the default sizes."""
+    """Gather units as large as those of published configurations on one rank, through buffers of the default sizes."""
     import torch
 
     import smdistributed.modelparallel.torch as smp

@@ -26,7 +26,7 @@ CASES = ("mlp", "layer")
 
 
 def make_peer(case: str, hidden: int, heads: int, ranks: int):
-    """The block in plain PyTorch, and its plan for ``parallelize_module``."""
+    """Make the block in plain PyTorch, and its plan for ``parallelize_module``."""
     import torch.nn.functional as F
     from torch import nn
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -57,7 +57,7 @@ def make_peer(case: str, hidden: int, heads: int, ranks: int):
 
 
 def run_rank(case: str, transport: str, rounds: int, batch: int, seq: int, hidden: int, heads: int) -> None:
-    """One rank: both sides in turns."""
+    """Run both sides in turns on one rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -35,7 +35,7 @@ STEPS, RATE = 5, 0.1
 
 
 def settings(family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Of the family's configuration."""
+    """Return settings of the family's configuration."""
     made: dict[str, Any] = {
         "vocab_size": args.vocabulary,
         "hidden_size": args.hidden,
@@ -59,7 +59,7 @@ def settings(family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_rank(family: str, args: argparse.Namespace) -> None:
-    """One rank: both sides in turns."""
+    """Run both sides in turns on one rank."""
     torch.set_num_threads(1)
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,7 +130,7 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
 
 
 def _plain(model: Any) -> Callable[[torch.Tensor], float]:
-    """A step as one process does it, and as Transformers' plans leave it."""
+    """Return a step of one process, which Transformers' plans leave as it is."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step(ids: torch.Tensor) -> float:

@@ -99,12 +99,12 @@ def _is_relative(link: str) -> bool:
 
 
 def _in_repository(page: str, link: str) -> str:
-    """The file, from the repository's root, that a page of the site links to."""
+    """Return the file, from the repository's root, that a page of the site links to."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(PAGES.get(page, f"docs/{page}")), link))
 
 
 def _page_of(path: str) -> str | None:
-    """The page of the site that shows a file; None where there is none, which mkdocs then tells."""
+    """Return the page of the site that shows a file, or None; mkdocs then reports it."""
     of_document = {source: page for page, source in PAGES.items()}
     if path in of_document:
         return of_document[path]
@@ -114,7 +114,7 @@ def _page_of(path: str) -> str | None:
 
 
 def _outside(page: str, text: str) -> set[str]:
-    """Files outside ``docs/``, and no documents, that a page links to."""
+    """Return the files outside ``docs/`` that a page links to and that are no documents."""
     found = {_in_repository(page, link) for _, link, _, _ in _LINK.findall(text) if _is_relative(link)}
     return {path for path in found if (ROOT / path).is_file() and path not in PAGES.values() and path[:5] != "docs/"}
 

@@ -222,7 +222,7 @@ class TensorSlice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
+        """Return the shape of this rank's part."""
         return (*self.shape[: self.dim], sum(self.lengths), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
