@@ -82,7 +82,7 @@ class StagingArena:
 
 
 @dataclass
-class _Kept:
+class _CopiedTogether:
     """Tensors of a snapshot that are copied at one time.
 
     Attributes:
@@ -113,7 +113,7 @@ class TensorSnapshot:
     """
 
     def __init__(self) -> None:
-        self._now, self._later = _Kept(), _Kept()
+        self._now, self._later = _CopiedTogether(), _CopiedTogether()
         #: How often each tensor that is copied later had been changed in place.
         self._versions: list[int] = []
         self._has_room = False
@@ -166,7 +166,7 @@ class TensorSnapshot:
                     "save with async_save=False"
                 )
         finally:
-            self._now, self._later = _Kept(), _Kept()
+            self._now, self._later = _CopiedTogether(), _CopiedTogether()
             self._is_copied.set()
 
     def wait(self, seconds: float) -> bool:
