@@ -123,7 +123,7 @@ def why_not(delay: float = 0.0) -> str | None:
 
 @contextlib.contextmanager
 def two_hosts(rate: int = RATE, delay: float = 0.0) -> Iterator[Link]:
-    """Two namespaces with a link between them that carries ``rate`` bits per second each way, ``delay`` seconds later."""
+    """Yield two namespaces with a link between them that carries ``rate`` bits per second each way, ``delay`` seconds later."""
     mark = f"smp{os.getpid() % 0xFFFF:x}{threading.get_ident() % 0xFFF:x}"
     # A test network of RFC 2544, which no one routes.
     a, b = (Host(f"{mark}-{letter}", f"{mark}{letter}", f"198.18.77.{n}") for n, letter in enumerate("ab", 1))
@@ -164,7 +164,7 @@ def measure(link: Link, mib: int = 64) -> Measured:
 
 
 def received() -> int:
-    """Bytes that have come to this rank's host over the link, headers and acknowledgements included.
+    """Return the bytes that have come to this rank's host over the link, headers and acknowledgements included.
 
     Over a link with a delay these are the bytes on the wire. Without one they are those of the kernel's interface, which
     counts the headers of segments that come together, up to 64 KiB, only once: up to 0.7 % fewer.

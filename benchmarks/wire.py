@@ -195,7 +195,7 @@ class _Direction:
 
 
 def on_the_wire(packet: bytes | memoryview) -> tuple[int, int]:
-    """Bytes and segments that a packet, with its virtio-net header, would be on an Ethernet."""
+    """Return the bytes and segments that a packet, with its virtio-net header, would be on an Ethernet."""
     _, kind, _, gso_size, transport, _ = _PREFIX.unpack_from(packet)
     size = len(packet) - _PREFIX.size
     if not gso_size or not kind:

@@ -96,7 +96,7 @@ def resume(folder, model, optimizer):
 
 
 def part():
-    """Tensor parallel ranks have other parts of the model, and save them in folders of their own."""
+    """Return the name of this rank's folder: tensor parallel ranks have other parts of the model, and save them apart."""
     return f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}"
 
 

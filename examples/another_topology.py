@@ -25,7 +25,7 @@ ENTRYPOINTS = Path(__file__).resolve().parent.parent / "entrypoints"
 
 
 def job(folder: Path, steps: int, parameters: dict[str, Any]) -> SMPEstimator:
-    """Two processes that save into, and go on from, the checkpoints of ``folder``; only the strategy differs."""
+    """Return a job of two processes that saves into, and resumes from, the checkpoints of ``folder``; only the strategy differs."""
     return SMPEstimator(
         entry_point="train_gpt.py",
         source_dir=str(ENTRYPOINTS),

@@ -35,7 +35,7 @@ from torch import nn
 
 
 def plain_rate(folder: Path, size: int) -> float:
-    """Bytes per second of one file, hashed, written and forced to the disk."""
+    """Return the bytes per second of one file, hashed, written and forced to the disk."""
     import hashlib
 
     content = os.urandom(min(size, 2**26))
@@ -143,7 +143,7 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Seconds of both sides, and the ratio of neighbours."""
+    """Return the seconds of both sides, and the ratio of neighbours."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {
         "ours_s": round(statistics.median(ours), 4),

@@ -206,7 +206,7 @@ class Job:
 
 
 def _kill(job: Job, chance: random.Random) -> Kill:
-    """SIGKILL a rank some steps from now, and wait until all ranks have finished a step together."""
+    """Kill a rank some steps from now, and wait until all ranks have finished a step together."""
     begun = [len(lines) for lines in job.ledgers()]
     steps = chance.randint(2, _BETWEEN)
     job.wait_for(lambda found: all(len(lines) >= n + steps for lines, n in zip(found, begun, strict=True)))

@@ -103,7 +103,7 @@ def train_here(folder: Path) -> None:
 
 
 def train_with_dcp(folder: Path, is_async: bool) -> None:
-    """Plain DDP under torchrun, which saves with DCP after each step, and starts from the newest folder that is complete."""
+    """Train with plain DDP under torchrun; save with DCP after each step, and start from the newest complete folder."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -69,7 +69,7 @@ SCRIPTS = {
 
 
 def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round; one round before is thrown away."""
+    """Return the seconds of each side in each round; one round before is thrown away."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items():

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def state_sharding(tensor: int, **more: Any) -> dict[str, Any]:
-    """Tensor parallelism with sharded optimizer state."""
+    """Return the parameters of tensor parallelism with sharded optimizer state."""
     found = {"tensor_parallel_degree": tensor, "prescaled_batch": True, "shard_optimizer_state": True, "fp16": True}
     return {**found, **more}
 

@@ -93,7 +93,7 @@ def start(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, st
 
 
 def wait(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended well."""
+    """Wait until all have ended well."""
     codes = [job.wait() for job in jobs]
     if any(codes):
         raise SystemExit("a job failed; what it said is above")

@@ -84,7 +84,7 @@ def step_of(model: nn.Module, args: argparse.Namespace, device: torch.device) ->
 
 
 def timed(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one step; on CPU of the processor, which other programs do not lengthen."""
+    """Return the seconds of one step; on CPU of the processor, which other programs do not lengthen."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def timed(run: Callable[[], None], device: torch.device) -> float:
 
 
 def expected(args: argparse.Namespace, strategy: str | None, size: int = 4) -> float:
-    """Bytes alive at the most, from the formula, in fp32."""
+    """Return the most bytes alive by the formula, in fp32."""
     unit = args.batch * args.seq * args.hidden * size
     layer = 16 * unit + args.batch * args.seq * (args.heads + 4) * size
     if strategy is None:
@@ -108,7 +108,7 @@ def expected(args: argparse.Namespace, strategy: str | None, size: int = 4) -> f
 
 
 def counted(model: nn.Module, run: Callable[[], None]) -> int:
-    """Bytes alive at the most: after forward, or after a recomputation."""
+    """Count the most bytes alive: after forward, or after a recomputation."""
     live, at_turn = LiveBytes(model.parameters()), []
     handle = model.module.register_forward_hook(lambda _, __, output: at_turn.append(live.now - output.nbytes))
     with live, live.watching_regions():
@@ -118,7 +118,7 @@ def counted(model: nn.Module, run: Callable[[], None]) -> int:
 
 
 def checkpointing(args: argparse.Namespace, device: torch.device) -> None:
-    """Time and memory of every strategy against none."""
+    """Measure time and memory of every strategy against none."""
     import smdistributed.modelparallel.torch as smp
 
     smp.init({})
@@ -184,7 +184,7 @@ def offloading(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def speed(device: torch.device, way: str) -> float:
-    """Bytes per second of one large copy from (``out``) or to the GPU."""
+    """Return the bytes per second of one large copy from (``out``) or to the GPU."""
     host, there = (
         torch.empty(2**28, dtype=torch.uint8, pin_memory=True),
         torch.empty(2**28, dtype=torch.uint8, device=device),

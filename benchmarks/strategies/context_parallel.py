@@ -93,7 +93,7 @@ class KeptBytes:
 
 
 def closed_form(ranks: int, batch: int, tokens: int) -> float:
-    """Bytes that a rank sends per step in float32: keys and values forward, again backward, and their gradients."""
+    """Return the bytes that a rank sends per step in float32: keys and values forward, again backward, and their gradients."""
     return LAYERS * 3 * 2 * (ranks - 1) / ranks * batch * tokens * HIDDEN * 4
 
 

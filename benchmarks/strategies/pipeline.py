@@ -270,7 +270,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
 
 
 def run_live(smp: Any, config: dict[str, Any], batch: int) -> dict[str, Any]:
-    """Bytes that each stage holds at most, in both schedules."""
+    """Measure the bytes that each stage holds at most, in both schedules."""
     import torch
     import torch.nn.functional as F
     from live_bytes import LiveBytes
@@ -422,7 +422,7 @@ def _one_process(smp: Any, whole: Any, loss_of: Callable[..., Any], inputs: Any,
 
 
 def _timed(run: Callable[[], object], smp: Any) -> float:
-    """Seconds from when the first rank begins until the last has ended."""
+    """Return the seconds from when the first rank begins until the last has ended."""
     import torch.distributed as dist
 
     dist.barrier(group=smp.get_pp_process_group())

@@ -45,7 +45,7 @@ SIZES = {1: 20, 4: 10, 16: 4, 64: 2}
 
 
 def slowest(run: Callable[[], Any], group: Any = None) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def slowest(run: Callable[[], Any], group: Any = None) -> float:
 
 
 def compare(sides: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds and received bytes per run of each side, in turns."""
+    """Measure seconds and received bytes per run of each side, in turns."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in sides}
