@@ -14,6 +14,7 @@ from smp_runtime.generation.whole_call import call_whole
 from smp_runtime.job import session as sessions
 from smp_runtime.step.microbatches import StepOutput, mark_count
 from smp_runtime.step.step import step
+from smp_runtime.tensors.nested import map_leaves
 
 if TYPE_CHECKING:
     from smp_runtime.model.distributed_model import DistributedModel
@@ -341,11 +342,4 @@ def _joined_tensor(outputs: list[torch.Tensor], sizes: list[int] | None, parts: 
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        detached = {name: _detached(part) for name, part in value.items()}
-        return type(value)(detached)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        return type(value)([_detached(part) for part in value])
-    return value
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

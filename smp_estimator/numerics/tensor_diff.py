@@ -225,7 +225,7 @@ def describe_differences(
         place = _index(apart, int(np.argmax(apart)))
         return [f"no element is beyond rounding; the greatest difference is {float(apart.max()):.3g}, at {place}"]
     said = [_summary(a, b, apart, differs, names)]
-    said += _where(differs, one, other, key, heads)
+    said += _where(differs, one, other, heads)
     said += _how(a, b, differs, names)
     return said
 
@@ -258,28 +258,36 @@ _AXES_FROM_LAST = {1: "columns", 2: "rows"}
 
 
 def _where(
-    differs: Flags, one: WholeTensor, other: WholeTensor, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
+    differs: Flags, one: WholeTensor, other: WholeTensor, heads: tuple[Sequence[Head], Sequence[Head]]
 ) -> Iterator[str]:
     """Yield the axes along which only a part differs, with the ranks, microbatches or heads that have it."""
+    runs = (one, heads[0]), (other, heads[1])
     for axis, length in enumerate(differs.shape):
-        hit = np.flatnonzero(differs.any(tuple(other_axis for other_axis in range(differs.ndim) if other_axis != axis)))
+        other_axes = tuple(number for number in range(differs.ndim) if number != axis)
+        hit = np.flatnonzero(differs.any(other_axes))
         if len(hit) == length:
             continue
-        is_batch = bool(one.pieces) and axis == 0
-        name = "samples" if is_batch else _AXES_FROM_LAST.get(differs.ndim - axis, "places")
-        whose = list(_owners_of_samples(hit, one, other)) if is_batch else []
-        if not is_batch:
-            for run, of_run in ((one, heads[0]), (other, heads[1])):
+        if one.pieces and axis == 0:
+            name, whose = "samples", list(_owners_of_samples(hit, one, other))
+        else:
+            name, whose = _AXES_FROM_LAST.get(differs.ndim - axis, "places"), []
+            for run, of_run in runs:
                 whose += _shares_along(hit, axis, length, differs.shape, run, of_run)
             whose += _attention_heads(hit, length, max(one.heads, other.heads), is_last=axis == differs.ndim - 1)
-        text = f"only {name} {_runs(hit)} of {length} along axis {axis} differ"
-        yield text + "".join(f", {each}" for each in dict.fromkeys(whose))
+        owners = "".join(f", {each}" for each in dict.fromkeys(whose))
+        yield f"only {name} {_runs(hit)} of {length} along axis {axis} differ{owners}"
+    for run, of_run in runs:
+        yield from _in_shards(differs, run, of_run)
+
+
+def _in_shards(differs: Flags, run: WholeTensor, heads: Sequence[Head]) -> Iterator[str]:
+    """Yield the ranks with shards that hold all differences, if others hold none."""
+    if not any(_is_flat(share, differs.shape) for share in run.shares.values()):
+        return
     flat = np.flatnonzero(differs)
-    for run, of_run in ((one, heads[0]), (other, heads[1])):
-        if any(_is_flat(share, differs.shape) for share in run.shares.values()):
-            ranks = [rank for rank, share in sorted(run.shares.items()) if np.isin(flat, share).any()]
-            if len(ranks) < len(of_run):
-                yield f"all of them are in the shards of rank(s) {', '.join(map(str, ranks))}"
+    ranks = [rank for rank, share in sorted(run.shares.items()) if np.isin(flat, share).any()]
+    if len(ranks) < len(heads):
+        yield f"all of them are in the shards of rank(s) {', '.join(map(str, ranks))}"
 
 
 def _owners_of_samples(hit: npt.NDArray[np.int64], one: WholeTensor, other: WholeTensor) -> Iterator[str]:

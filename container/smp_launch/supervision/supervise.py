@@ -188,20 +188,24 @@ class Supervisor:
                 self._on_program_end()
                 if not self._open_pipes:
                     return  # nothing is left that could wake this up
-            next_look = float("inf") if gone else self._next_look()
-            moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
-            events = self._selector.select(self._until(min(moments)))
-            self._handle([key for key, _ in events])
-            if time.monotonic() >= self.collector.release_at:
-                show(self.collector.release(), 2)
-            if time.monotonic() >= next_look:
-                self._look()
+            self._handle_next(gone=gone)
             self._look_for_failure()
             is_quiet = self._until(self._quiet_since + self._quiet) == 0.0
             if is_quiet and gone and not find_descendants(self.apart) - set(self.spare):
                 return  # no process is left that could write
             if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
+
+    def _handle_next(self, *, gone: bool) -> None:
+        """Wait for the next event or moment, and handle what is due then."""
+        next_look = float("inf") if gone else self._next_look()
+        moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
+        events = self._selector.select(self._until(min(moments)))
+        self._handle([key for key, _ in events])
+        if time.monotonic() >= self.collector.release_at:
+            show(self.collector.release(), 2)
+        if time.monotonic() >= next_look:
+            self._look()
 
     def _next_look(self) -> float:
         return float("inf") if self.watch is None else self.watch.next_look
