@@ -24,10 +24,7 @@ class _State:
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
         """Return, for each tensor parallel rank, a dict from parameter name to parameter index in the optimizer."""
-        found = []
-        for names in names_by_index(current_session()):
-            found.append({name: index for index, name in names.items()})
-        return found
+        return [{name: index for index, name in names.items()} for names in names_by_index(current_session())]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(current_session(), name)
