@@ -12,8 +12,10 @@ from smp_config.machine.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, Epochs, batches_of
 from smp_estimator.planning.memory.device_memory import memory
 from smp_estimator.planning.memory.host_memory import checkpoint_bytes
+from smp_estimator.planning.memory.kinds import Kind
 from smp_estimator.planning.network import Traffic, traffic
 from smp_estimator.planning.step_time import StepCost, StepTime, Training, idle_of, step_cost, step_time
+from smp_estimator.planning.timing.goodput import Goodput, JobFailures, goodput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -158,6 +160,23 @@ class Forecast:
         each = None if self.cost is None else self.cost.usd_per_step
         is_given = script.step_seconds is not None
         return Training(steps, passes, seconds, is_given, each)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Return the hours and the price of all steps with failures; None if their number or their time is not known."""
+        training, script, cost = self.training, self.request.workload, self.cost
+        if training is None:
+            return None
+        failures = JobFailures.of_job(
+            self.request.world,
+            self.worst.state - self.worst.kinds[Kind.GRADIENTS],
+            rate=script.failures_per_gpu_hour,
+            interval=script.save_interval,
+            restart=script.restart_seconds,
+        )
+        price = None if cost is None else cost.usd_per_hour * cost.instance_count
+        of_step = None if self.time is None or training.is_given else self.time.uncertainty
+        return goodput(training.seconds, failures, usd_per_hour=price, uncertainty=of_step or 0.0)
 
     @property
     def instance(self) -> Instance | None:

@@ -76,6 +76,7 @@ class Plan(Shown, Forecast):
             "step_time": None if self.time is None else self.time.to_dict(),
             "step_cost": None if self.cost is None else self.cost.to_dict(),
             "training": None if self.training is None else self.training.to_dict(),
+            "goodput": None if self.goodput is None else self.goodput.to_dict(),
             "rule_of_16_bytes": 16 * request.shape.parameters,
             "rule_of_20_bytes": 20 * request.shape.parameters,
             "changes": [str(change) for change in self.changes],

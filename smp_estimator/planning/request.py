@@ -68,6 +68,9 @@ class Workload:
         async_tensor: messages of tensor parallelism travel beside the products; it changes the time only.
         rates: parts of its peaks that the GPU's kernels reach, such as ``smp-estimator calibrate`` measures; None: one part for
             everything, ``utilisation``, or for the engine ``"fsdp2"`` those that were fitted to published measurements.
+        failures_per_gpu_hour: failures of the job for each of its GPUs; None: as the training of Llama 3 had.
+        save_interval: seconds of work between two checkpoints; None: the best.
+        restart_seconds: from a failure to the first step after it; None: an assumption.
         compiled_loss: the loss is compiled too, and has no fp32 logits; known for the engine ``"fsdp2"``.
         fused_attention: attention that keeps no [seq, seq] maps.
         dropout: the model drops activations and keeps the masks.
@@ -105,6 +108,9 @@ class Workload:
     float8: bool = False
     async_tensor: bool = False
     rates: KernelRates | None = None
+    failures_per_gpu_hour: float | None = None
+    save_interval: float | None = None
+    restart_seconds: float | None = None
     samples: int | None = None
     tokens: int | None = None
     epochs: int = 1
@@ -138,6 +144,7 @@ class Workload:
         self.checkpointed_layers(1)
         self._check_steps()
         self._check_utilisation()
+        self._check_failures()
         self._check_prices()
 
     def _check_steps(self) -> None:
@@ -156,6 +163,16 @@ class Workload:
                 "out for the plan's own estimate",
                 code="SMP110",
             )
+
+    def _check_failures(self) -> None:
+        for name in ("failures_per_gpu_hour", "save_interval", "restart_seconds"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ConfigError(
+                    f"{name} is {value!r}; hours with failures are computed from it: give more than 0, or leave it out",
+                    code="SMP110",
+                )
 
     def _check_utilisation(self) -> None:
         part = self.utilisation

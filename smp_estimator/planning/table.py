@@ -64,6 +64,7 @@ def plan_report(
             ("time", time_lines(plan)),
             ("cost", cost_lines(plan)),
             ("training", [] if plan.training is None else [str(plan.training)]),
+            ("with failures", [] if plan.goodput is None else [str(plan.goodput)]),
             ("to change", to_change),
             ("fewer GPUs", [str(smaller) for smaller in _down_to_the_first_that_fails(fewer)]),
             ("notes", notes),

@@ -80,6 +80,9 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Of one instance per hour, instead of EC2's; may be repeated.",
         ),
         click.option("--utilisation", type=float, help="Part of its peak that a GPU reaches; default: 0.5."),
+        click.option("--failures-per-gpu-hour", type=float, help="Default: 2e-5, those of the training of Llama 3."),
+        click.option("--save-interval", type=float, help="Seconds between two checkpoints; default: the best."),
+        click.option("--restart-seconds", type=float, help="From a failure to the next step; default: 600."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
     for option in reversed(options):

@@ -20,6 +20,7 @@ from smp_estimator.figures.placement import Placement  # noqa: E402
 from smp_estimator.figures.svg import box, legend, picture, text  # noqa: E402
 from smp_estimator.timeline.steps import Block, RankStep, Step  # noqa: E402
 from smp_runtime.pipeline.schedule.simulation import simulate  # noqa: E402
+from support.documents import training_hours  # noqa: E402
 from support.documents.flow_drawing import Box, Flow, Messages  # noqa: E402
 from support.ranks.chains import orders, segments  # noqa: E402
 
@@ -321,6 +322,7 @@ def pictures() -> Mapping[str, str]:
     found |= {name: placement._repr_html_() for name, placement in PLACEMENTS.items()}
     found["walk-module"] = CALL_OF_A_MODULE.svg()
     found["activation-checkpointing"] = kept_activations()
+    found["training-hours"] = training_hours.drawing()
     found["partition"] = PARTITION._repr_html_()
     found["pipeline-timeline"] = ideal_pipeline(4, 8)._repr_html_()
     return {f"{name}.svg": svg.replace("</title>", f"</title>{_SCHEMES}", 1) + "\n" for name, svg in found.items()}
