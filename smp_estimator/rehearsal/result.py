@@ -172,6 +172,7 @@ class Rehearsed(Shown):
         lines: list[tuple[str, Sequence[Cell]]] = [
             ("verdict", [ColouredText(verdict.value, verdict), fullest]),
             *self._other_order(),
+            *self._reserved(),
             *self._offloaded(),
             ("rehearsed", [f"{where}: {_kinds(len(found.kinds))} in {found.seconds:.0f} s"]),
         ]
@@ -196,6 +197,15 @@ class Rehearsed(Shown):
         if traffic := self._traffic(kind):
             parts.append(traffic)
         return parts
+
+    def _reserved(self) -> list[tuple[str, Sequence[Cell]]]:
+        """Return a line about what PyTorch's allocator reserves on the GPU that reserves most."""
+        most = max(kind.reserved_bytes for kind in self.rehearsal.kinds)
+        if not most:
+            return []
+        kind = next(kind for kind in self.rehearsal.kinds if kind.reserved_bytes == most)
+        words = f"{_size(most)} by PyTorch's allocator on stage {kind.stage}, with the fragments of segments; streams not counted"
+        return [("reserved", [words])]
 
     def _other_order(self) -> list[tuple[str, Sequence[Cell]]]:
         """Return a line about the peak memory if the job's microbatches run in a less favorable order."""

@@ -84,6 +84,10 @@ def test_a_pipeline_of_equal_stages_takes_the_time_of_its_closed_form(stages, tm
         assert found.rehearsal.most_bytes(kind) == kind.peak_bytes + more * kind.microbatch_bytes
         # Input and output of tanh are kept for backward: two times four numbers.
         assert kind.microbatch_bytes >= 2 * 4 * 4
+        # All tensors are small, so they share segments of 2 MiB.
+        assert kind.reserved_bytes % 2**21 == 0
+        assert kind.reserved_bytes >= kind.peak_bytes
+    assert "by PyTorch's allocator" in str(found)
 
 
 @pytest.mark.full

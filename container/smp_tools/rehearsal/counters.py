@@ -298,6 +298,7 @@ class Counters:
             active_microbatches=self._active,
             in_flight={} if self._planned is None else dict(self._planned.in_flight),
             host_peak_bytes=memory.host_peak,
+            reserved_bytes=memory.reserved,
             pipeline_seconds=None if self._planned is None else self._planned.makespan,
             pipeline_runs=max(1, self._runs),
             pipeline_idle={} if self._planned is None else dict(self._planned.idle),

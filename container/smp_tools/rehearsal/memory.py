@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from smp_emulation.gpu_model.allocator import CachingAllocator
 from smp_records.rehearsal import MemoryOverTime, PeakHolder
 from smp_records.script_lines import script_line
 from smp_runtime.tensors.torch_private import key_of_storage, storage_key
 
 if TYPE_CHECKING:
+    from smp_emulation.gpu_model.allocator import Chunk
     from smp_tools.rehearsal.skip_compute_mode import SkippedOperation
+
+#: Of the modelled device: a rehearsal shows what a job needs, not whether it fails.
+_NO_LIMIT = 2**60
 
 #: Points of the curve that are kept.
 _MOST_POINTS = 400
@@ -55,6 +60,7 @@ class _Storage:
     microbatch: int | None = None  # the one with the forward pass that made it
     in_host: bool = False  # in main memory if the job has GPUs
     letting_go: weakref.ref[torch.UntypedStorage] | None = None  # hears of it
+    block: Chunk | None = None  # of the modelled allocator; None in main memory, or if it is empty
 
 
 class _ThreadMemory(threading.local):
@@ -95,6 +101,8 @@ class LiveMemory:
         self._peak_change = 0
         self.peak_at = RankPhase("start", "")
         self.peak_line = ""
+        #: What a GPU would reserve for the same storages, if all were made on one stream.
+        self._allocator = CachingAllocator(0, _NO_LIMIT)
         #: Changes in the recorded step: time, bytes, and the storage that changed.
         self._events: list[tuple[float, int, _Storage]] = []
         self._records = False
@@ -130,6 +138,7 @@ class LiveMemory:
             self._here.in_host = before
 
     def _grow(self, size: int, entry: _Storage) -> None:
+        self._place(entry)
         if entry.in_host:
             self.host_now += size
             self.host_peak = max(self.host_peak, self.host_now)
@@ -146,6 +155,22 @@ class LiveMemory:
             file, line = script_line()
             self.peak_line = f"{file}:{line}" if file else ""
 
+    @property
+    def reserved(self) -> int:
+        """Return the most bytes that PyTorch's allocator has reserved for these storages."""
+        return self._allocator.statistics().reserved.peak
+
+    def _place(self, entry: _Storage) -> None:
+        """Give the entry a block of its size, in place of the one that it has."""
+        self._release(entry)
+        if entry.size and not entry.in_host:
+            entry.block = self._allocator.allocate(entry.size)
+
+    def _release(self, entry: _Storage) -> None:
+        block, entry.block = entry.block, None
+        if block is not None:
+            self._allocator.release(block)
+
     def _gone(self, key: int, entry: _Storage) -> None:
         with self._lock:
             entry.letting_go = None  # which holds the entry
@@ -155,6 +180,7 @@ class LiveMemory:
                 self.host_now -= entry.size
                 return
             self._changes += 1
+            self._release(entry)
             self._shrink(entry.size, entry)
             if entry.size and entry.born <= self._peak_change:
                 self._gone_since_peak.append(entry)
@@ -179,6 +205,7 @@ class LiveMemory:
                     self._gone_since_peak.append(left)
                 self._shrink(before - storage.nbytes(), entry)
                 entry.size, entry.born = storage.nbytes(), self._changes
+                self._place(entry)
             else:
                 entry.size, entry.born, entry.where = storage.nbytes(), self._changes, self._where()
                 self._grow(entry.size - before, entry)
