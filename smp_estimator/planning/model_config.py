@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ _NAMES = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_size": ("head_dim", "d_kv"),
 }
+
+#: Fields that a configuration may leave out: its class has a default. Without the sizes that every configuration states.
+OPTIONAL_FIELDS = frozenset(
+    (*_NAMES["feed_forward"], *_NAMES["experts"], *_NAMES["chosen"], *_NAMES["kv_heads"], *_NAMES["head_size"])
+    + ("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "multi_query")
+    + ("new_decoder_architecture", "tie_word_embeddings", "hidden_act", "activation_function", "type_vocab_size")
+)
+
+#: Beginnings of fields whose presence tells how norms and positions are computed.
+SIGNS = ("rms_", "rope_", "rotary_", "relative_attention", "alibi")
 
 #: Tokens of a sample if a configuration has a higher limit or none: few jobs train at 131,072.
 _SEQUENCE = 4096
@@ -101,6 +113,24 @@ def shape_of(fields: Mapping[str, Any], source: str = "the dictionary") -> Model
     return ModelShape(**fields)
 
 
+@functools.cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults of configurations' classes, by type of model."""
+    text = (resources.files("smp_estimator.models") / "config_defaults.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
+
+
+def _with_defaults(fields: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+    """Return a configuration with the fields that it leaves out; those with another name for a field that it has stay out."""
+    given = set(fields)
+    for names in _NAMES.values():
+        if given & set(names):
+            given |= set(names)
+    more = {name: value for name, value in _defaults().get(model_type, {}).items() if name not in given}
+    return {**more, **fields}
+
+
 class _Configuration:
     """A configuration of Transformers; those of several models (text and pictures) by their text part."""
 
@@ -109,6 +139,7 @@ class _Configuration:
         self._fields = {**fields, **text} if isinstance(text, Mapping) else fields
         self._source = source
         self._type = str(self._fields.get("model_type") or "model")
+        self._fields = _with_defaults(self._fields, self._type)
         if "kv_lora_rank" in self._fields:
             raise ConfigError(
                 f"{source} is of a {self._type} with latent attention, whose matrices are not counted from a configuration; give "
@@ -215,8 +246,7 @@ class _Configuration:
 
     def _positions(self) -> int:
         """Return the rows of the position table; 0 if positions are computed."""
-        signs = ("rope_", "rotary_", "relative_attention", "alibi")
-        if self._type in _NO_POSITIONS or any(key.startswith(signs) for key in self._fields):
+        if self._type in _NO_POSITIONS or any(key.startswith(SIGNS[1:]) for key in self._fields):
             return 0
         return self._size("sequence")
 

@@ -71,6 +71,30 @@ def test_published_counts_come_out(fields: dict[str, Any], published: int) -> No
     assert shape_of(fields).parameters == pytest.approx(published, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        (LLAMA3, ("hidden_act", "rms_norm_eps", "rope_theta", "tie_word_embeddings")),
+        (GPT2, ()),
+        (GEMMA, ("head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "tie_word_embeddings")),
+        (MIXTRAL, ("num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta", "tie_word_embeddings")),
+        (T5, ("d_kv", "d_ff", "relative_attention_num_buckets")),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_fields_that_are_left_out_have_their_classes_defaults(
+    fields: dict[str, Any], left_out: tuple[str, ...]
+) -> None:
+    partial = {name: value for name, value in fields.items() if name not in left_out}
+    assert shape_of(partial).parameters == shape_of(fields).parameters
+
+
+def test_other_names_of_a_given_field_have_no_default() -> None:
+    assert shape_of(LLAMA3 | {"head_dim": 64}).parameters < shape_of(LLAMA3).parameters
+    few = {name: value for name, value in LLAMA3.items() if name != "num_key_value_heads"}
+    assert shape_of(few).key_heads == 32  # as many as there are heads
+
+
 def test_sizes_are_those_of_the_configuration() -> None:
     shape = shape_of(LLAMA3)
     assert (shape.layers, shape.hidden, shape.heads, shape.width) == (32, 4096, 32, 14336)
