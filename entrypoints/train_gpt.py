@@ -244,7 +244,7 @@ def make_model(config: GPTConfig) -> smp.DistributedModel:
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> smp.DistributedOptimizer:
-    """Make an AdamW optimizer, or Muon with AdamW beside it; matrices decay, and biases, norms and embeddings of one dimension do not."""
+    """Make an AdamW optimizer, or Muon with AdamW beside it; matrices decay, biases and norms do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     inner: torch.optim.Optimizer
     if args.optimizer == "muon":  # its updates are as large as AdamW's, so that the same rate and decay fit
