@@ -32,8 +32,9 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 def main() -> None:
-    from support.models.tiny_families import families
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from support.models.tiny_families import families
 
     names = sorted({family.model_type for family in families()})
     lines = [f"{json.dumps(name)}: {json.dumps(defaults_of(CONFIG_MAPPING[name]))}" for name in names]
