@@ -1,5 +1,7 @@
 """Large operations only allocate, small ones are performed; both look the same from outside."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,3 +197,11 @@ def test_dropped_scores_of_shared_sequences_are_dropped():
     layout = zigzag(8, 2)
     fused(ShardedSequence(torch.ones(4), 0, layout, None), None, None, None, 0.1)
     assert asked == [0.0, 0.1]
+
+
+def test_the_operator_of_attention_is_the_one_that_a_job_takes():
+    """Attention over ranks asks for it; by plain operations, long sequences would be thousands of pieces."""
+    query, key = torch.empty(1, 8, 2048, 64, dtype=torch.bfloat16), torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16)
+    choose = functools.partial(torch.ops.aten._fused_sdp_choice, query, key, key, scale=0.1, enable_gqa=True)
+    with SkipComputeMode():
+        assert choose() == choose.func(*choose.args, **choose.keywords) == 1

@@ -87,7 +87,7 @@ class _Plan:
         returns = [value.alias_info for value in schema.returns]
         is_view = _are_views(returns)
         changes_shape_only = torch.Tag.inplace_view in tags or function.__name__.startswith(("set_.", "resize_"))
-        self.is_free = is_view or changes_shape_only or function in SHARING
+        self.is_free = is_view or changes_shape_only or function in SHARING or function in _OF_SHAPES
         self.mutates = schema.is_mutable
         self.is_dynamic = torch.Tag.dynamic_output_shape in tags or function in _DYNAMIC
         places = _written_places(schema)
@@ -107,6 +107,10 @@ class _Plan:
 
 #: Operations without the tag that still have a result that depends on values.
 _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
+
+
+#: Operations that read shapes and types of tensors only. The meta device's kernel has no fused attention, and answers that.
+_OF_SHAPES = {torch.ops.aten._fused_sdp_choice.default}  # noqa: SLF001 - listed in torch_private.py
 
 
 class SkippedOperation(NamedTuple):
