@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from support.ranks.context_threads import cut, run_context, whole_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from smp_runtime.context import packed_masks
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 
@@ -181,6 +184,10 @@ LOCAL = {
     "near shift": lambda n, **_: _shift(n),
     "near shift with a start": lambda n, **_: _set(_shift(n), (slice(None), 0), 5),
     "near first and last": lambda x, n, **_: [x[:, [0, -1]], n[:, [-1, 0]] + 0.0],
+    "near chosen by sample": lambda x, n, **_: [
+        n.gather(1, torch.tensor([[3, 9], [0, 10]])) + 0.0,
+        x.gather(1, torch.tensor([[[3]], [[10]]]).expand(B, 1, D)),
+    ],
     "near table": lambda n, w, p, **_: [
         w[n],
         w.index_select(0, n.view(-1)),
@@ -368,3 +375,17 @@ def test_attention_runs_in_the_type_of_autocast():
     for found in run_context(2, attend):
         assert found.dtype is expected.dtype is torch.bfloat16
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_transformers_makes_masks_for_packed_samples_only(monkeypatch):
+    def find(position_ids):
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+    module = SimpleNamespace(find_packed_sequence_indices=find)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", module)
+    packed_masks.install()
+    packed_masks.install()
+    positions = torch.arange(6)[None]
+    assert module.find_packed_sequence_indices(positions) is None
+    assert module.find_packed_sequence_indices(positions % 4).tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert module.find_packed_sequence_indices.__wrapped__ is find

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from smp_runtime.context.layout import SequenceLayout
 
 #: Names of functions that are tried, in the modules of models.
-_SCANS = re.compile(r"_scan$|_scan_fn$|_scan_combined$|delta_rule$|_kda$|^rwkv_linear_attention")
+_SCANS = re.compile(r"_scan$|_scan_fn$|_scan_combined$|delta_rule$|_delta_attention$|_kda$|^rwkv_linear_attention")
 
 #: Positions of a rank that a proof computes on.
 _SAMPLE = 24

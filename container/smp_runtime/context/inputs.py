@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.context import functions
+from smp_runtime.context import functions, packed_masks
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
 from smp_runtime.context.rules import flexible
@@ -45,6 +45,7 @@ class SequenceInputs:
         self._reported: set[str] = set()
         functions.install()
         flexible.install()
+        packed_masks.install()
         let_travel(self._group)
         ranks.step.leave = make_whole
 

@@ -158,7 +158,7 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(sequence, ShardedSequence):
         return _pick_of_table(func, sequence, dim, index)
     if dim % sequence.dim() == sequence.dim_held:
-        return NotImplemented
+        return _pick_positions(sequence, index) if func.__name__ == "gather" else NotImplemented
     if func.__name__ == "index_select":
         return sequence.like(torch.index_select(sequence.local, dim, gather_all(index, "index_select")))
     if index.dim() != sequence.dim() or index.shape[sequence.dim_held] != sequence.sequence_layout.size:
@@ -169,6 +169,26 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         func(sequence.local, dim, local_index) if func.__name__ == "gather" else func(sequence.local, local_index, dim)
     )
     return sequence.like(found)
+
+
+def _pick_positions(sequence: ShardedSequence, index: torch.Tensor) -> Any:
+    """Return a few elements at positions that a whole index has, on all ranks."""
+    layout, dim = sequence.sequence_layout, sequence.dim_held
+    # A sum sends each element twice.
+    if (
+        isinstance(index, ShardedSequence)
+        or layout.outer != 1
+        or layout.inner != 1
+        or 2 * index.shape[dim] > layout.length
+    ):
+        return NotImplemented
+    place = torch.full((layout.length,), -1, dtype=torch.int64, device=index.device)
+    own = sequence.group.indices(layout, index.device)
+    place[own] = torch.arange(len(own), device=index.device)
+    places = place[index]
+    found = sequence.local.gather(dim, places.clamp(min=0)).masked_fill(places < 0, 0)
+    is_number = found.is_floating_point() or found.is_complex()
+    return sequence.group.sum(found if is_number else found.to(torch.int64)).to(sequence.dtype)
 
 
 def _pick_of_table(func: Callable[..., Any], table: torch.Tensor, dim: int, index: ShardedSequence) -> Any:
