@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -389,3 +391,25 @@ def test_transformers_makes_masks_for_packed_samples_only(monkeypatch):
     assert module.find_packed_sequence_indices(positions) is None
     assert module.find_packed_sequence_indices(positions % 4).tolist() == [[0, 0, 0, 0, 1, 1]]
     assert module.find_packed_sequence_indices.__wrapped__ is find
+
+
+def test_an_operation_keeps_nothing_until_the_garbage_collector_runs():
+    """Inner functions that call themselves would: they are reference cycles."""
+
+    def rank(group):
+        held = []
+        for name, operation in LOCAL.items():
+            leaves = {name: v.requires_grad_() if v.is_floating_point() else v for name, v in _given().items()}
+            given = {name: cut(value, group) if name in _SEQUENCES else value for name, value in leaves.items()}
+            locals_of = [weakref.ref(given[name].local) for name in _SEQUENCES]
+            operation(**given)
+            given.clear()
+            held += [name for one in locals_of if one() is not None]
+        return held
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_context(2, rank) == [[], []]
+    finally:
+        gc.enable()

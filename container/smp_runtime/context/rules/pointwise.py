@@ -71,14 +71,17 @@ def run_aligned(
 ) -> Any:
     """Run an operation that broadcasts on slices, and return its results as sequences."""
     dim = first.dim_held - first.dim()
-
-    def part(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(part(item) for item in value)
-        return align(value, first.sequence_layout, dim, first, name)
-
-    result = func(*(part(value) for value in args), **{key: part(value) for key, value in kwargs.items()})
+    slices = [_part(value, first, dim, name) for value in args]
+    result = func(*slices, **{key: _part(value, first, dim, name) for key, value in kwargs.items()})
     return wrap(result, first, dim)
+
+
+# An inner function that calls itself would be a reference cycle, which keeps the sequence until the garbage collector runs.
+def _part(value: Any, first: ShardedSequence, dim: int, name: str) -> Any:
+    """Return this rank's positions of an argument, or of each item of a list."""
+    if isinstance(value, tuple | list):
+        return type(value)(_part(item, first, dim, name) for item in value)
+    return align(value, first.sequence_layout, dim, first, name)
 
 
 def wrap(result: Any, first: ShardedSequence, dim: int) -> Any:
