@@ -25,6 +25,7 @@ from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import HangWatch
 from smp_records import rank_record
+from smp_records.positions import Glance
 from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord, ScriptLine, Waiting
 from smp_records.records import FailureRecord
 
@@ -417,10 +418,27 @@ def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp
     assert look_until(alone).verdict.rank == 1
 
 
-def test_a_rank_that_nobody_waits_for_may_take_its_time(sleeper, tmp_path):
-    sleeper(0, "import time\nwhile True: n.move(); time.sleep(0.02)")
-    sleeper(1)
-    assert look_until(HangWatch([LocalRanks(tmp_path)], in_stride(0.3)), 1.5) is None
+class ToldRanks:
+    """Ranks that compute in their script, with the seconds since the last sign of life of each."""
+
+    def __init__(self, quiet):
+        self._quiet = quiet
+
+    def glances(self):
+        now = time.monotonic()
+        return {rank: Glance(-1, now - seconds, 2, has_left=False) for rank, seconds in self._quiet.items()}
+
+    def ask(self):
+        pass
+
+    def positions(self):
+        return {rank: position(rank, Standing.SCRIPT, seconds=seconds) for rank, seconds in self._quiet.items()}
+
+
+def test_a_rank_that_nobody_waits_for_may_take_its_time():
+    assert HangWatch([ToldRanks({0: 0.0, 1: 2000.0})], in_stride(1000.0)).look() is None
+    both = HangWatch([ToldRanks({0: 1500.0, 1: 2000.0})], in_stride(1000.0)).look()
+    assert both.seconds == 2000.0
 
 
 def test_a_rank_that_has_left_while_another_waits_for_it(sleeper, tmp_path, monkeypatch):
