@@ -159,3 +159,104 @@ def test_frozen_layers_that_share_an_input_are_let_go_one_by_one(ranks):
         pair.check()
 
     ranks(run, 2, config=settings(Decoder(), 2, sdp_max_live_parameters=3 * 528))
+
+
+class Shifted(Blocks):
+    """Multiplies by a parameter; in its second call it writes into that, or into what it has computed of it."""
+
+    writes = ""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x * self.gain * self.gain)
+        if self.writes == "gain":
+            with torch.no_grad():
+                self.gain.mul_(0.5)
+        elif self.writes == "result":
+            with torch.no_grad():
+                x.add_(1.0)
+        return super().forward(x)
+
+
+def _assign(module: nn.Module, name: str) -> None:
+    for each, parameter in module.named_parameters():
+        if each.endswith(name):
+            parameter.data = torch.full(parameter.shape, 0.25)
+
+
+@torch.no_grad()
+def _write_in_place(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.mul_(0.5)
+
+
+def _view_and_assign(module: nn.Module) -> None:
+    views = [parameter.detach().view(-1)[:1].view(1) for parameter in module.parameters()]
+    _assign(module, "weight")
+    del views
+
+
+#: What happens between forward and backward, and what the error names.
+LOST = {
+    "assigned": (lambda module: _assign(module, "weight"), "leave.weight had in forward, but data was assigned"),
+    "viewed and assigned": (_view_and_assign, "leave.weight had in forward, but data was assigned"),
+    "written in place": (_write_in_place, "leave.weight had in forward, but it was written into"),
+    "updated": (lambda module: None, "leave.weight had in forward, but the optimizer has updated it"),
+    "written in a call": (lambda module: _call_writing(module, "gain"), "gain had in forward, but it was written into"),
+    "a result is written in a call": (lambda module: setattr(module, "writes", "result"), "modified by an in-place operation"),
+}  # fmt: skip
+
+
+def _call_writing(module: nn.Module, what: str) -> None:
+    module.writes = what
+    module(torch.ones(4, 8))
+    module.writes = ""
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_value_that_backward_needs_and_no_rank_has_is_missed(ranks, how):
+    change, words = LOST[how]
+
+    def run():
+        from smp_runtime.errors import SMPUserError
+
+        pair = _Pair(Shifted)
+        pair.train(2, decorated=False)
+        before = how.startswith("a result")
+        if before:
+            change(pair.model.module)
+        loss = pair.model(torch.ones(4, 8)).square().mean()
+        if not before:
+            change(pair.model.module)
+        if how == "updated":
+            pair.model(torch.ones(4, 8)).sum().backward()
+            pair.ours.step()
+        with pytest.raises(SMPUserError, match=words) as raised:
+            loss.backward()
+        assert raised.value.code == "SMP308"
+
+    ranks(run, 2, config=settings(Shifted(), 2))
+
+
+def test_values_that_backward_does_not_need_may_change(ranks):
+    """Biases of linear layers, whose weights in the same units backward needs."""
+
+    def run():
+        pair = _Pair(Shifted)
+        modules = (pair.model.module, pair.plain)
+        modules[0].blocks[1].requires_grad_(False), modules[1].blocks[1].requires_grad_(False)
+        pair.train(2, decorated=False)
+        losses = [model(torch.ones(4, 8)).square().mean() for model in (pair.model, pair.plain)]
+        pair.ours.zero_grad(), pair.theirs.zero_grad()
+        for module in modules:
+            _assign(module, "leave.bias"), _assign(module, "mlp.0.bias"), _assign(module, "mlp.2.bias")
+        for loss in losses:
+            loss.backward()
+        pair.ours.step(), pair.theirs.step()
+        pair.train(2, decorated=True)
+        pair.check()
+
+    ranks(run, 2, config=settings(Shifted(), 2))

@@ -13,6 +13,7 @@ from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.sharding.flat_unit import FlatUnit
 from smp_runtime.sharding.script_gradients import ScriptGradients
+from smp_runtime.tensors.parameter_attributes import get_gradient
 
 if TYPE_CHECKING:
     from smp_config import Group
@@ -97,6 +98,11 @@ class FlatShards(Generic[Unit]):
         arrivals = self._ranks.kept(PendingGathers)
         if arrivals is not None:
             arrivals.settle()
+
+    def _parameters_to_update(self) -> list[nn.Parameter]:
+        """Return the sharded parameters of which an optimizer that updates now has gradients on this rank."""
+        found = [(parameter, self.optimizer_shards.get(parameter)) for parameter in self._where]
+        return [parameter for parameter, shard in found if shard and get_gradient(shard.optimized) is not None]
 
     # -- gradients -------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
+from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.detached_parameters import show_attached, show_detached
 from smp_runtime.tensors.parameter_attributes import get_data, set_data
 from smp_runtime.tensors.torch_private import storage_key
@@ -159,8 +161,38 @@ class RoundingGather(Protocol):
         ...
 
 
+class SavedTensor:
+    """A tensor that autograd keeps for backward, and the version that backward needs.
+
+    PyTorch compares versions itself, except of tensors that go through saved-tensor hooks.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._version = _version_of(tensor)
+
+    def unpack(self, need: Callable[[ShardedUnit], None] | None) -> torch.Tensor:
+        """Return the tensor for backward.
+
+        Raises:
+            SMPUserError: it was written into since it was saved.
+        """
+        if self._version != _version_of(self.tensor):
+            raise SMPUserError(
+                f"a tensor of the shape {list(self.tensor.shape)} was modified by an in-place operation: autograd saved it at "
+                f"version {self._version}, and it is at version {self.tensor._version}; use an operation that returns another, or "
+                "run backward first",
+                code="SMP308",
+            )
+        return self.tensor
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class SavedView:
-    """A view of a unit's whole that autograd keeps; valid whenever the unit is gathered.
+    """A view of a unit's whole that autograd keeps for backward; valid whenever the unit is gathered.
 
     Args:
         unit: of the view.
@@ -168,19 +200,58 @@ class SavedView:
 
     Attributes:
         unit: None once the tensor is a copy.
+        index: of the parameter that it is a view of.
         tensor: the view, or the copy.
     """
 
     def __init__(self, unit: ShardedUnit, tensor: torch.Tensor) -> None:
         self.unit: ShardedUnit | None = unit
+        self.index = bisect.bisect_right(unit.offsets, tensor.storage_offset()) - 1
         self.tensor = tensor
+        self._version = unit.parameters[self.index]._version
+        self._lost = ""
         unit.saved.add(self)
 
     def keep(self) -> None:
-        """Copy the tensor, since the unit gets other values. The unit is gathered."""
+        """Copy the tensor, since the parameter gets another value. The unit is gathered."""
+        if self.unit is None or self.is_overwritten:
+            return
         with torch.no_grad():
             self.tensor = self.tensor.clone()
         self.unit = None
+
+    def lose(self, how: str) -> None:
+        """Record how the parameter got another value while no rank had the whole of the former one."""
+        self._lost = how
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Return whether the value is no longer the one that was saved. The unit is gathered."""
+        return self.unit is not None and (
+            bool(self._lost) or self._version != self.unit.parameters[self.index]._version
+        )
+
+    def unpack(self, need: Callable[[ShardedUnit], None] | None) -> torch.Tensor:
+        """Return the tensor for backward.
+
+        Args:
+            need: gathers the unit; None if the model has been freed.
+
+        Raises:
+            SMPUserError: the parameter has another value than the one that was saved.
+        """
+        unit = self.unit
+        if unit is not None and need is not None and not unit.ready:
+            need(unit)
+        if unit is None or not self.is_overwritten:
+            return self.tensor
+        name = unit.names[self.index] if unit.names else f"a parameter of {unit.name or 'the model'}"
+        raise SMPUserError(
+            f"backward needs the value that the sharded parameter {name} had in forward, but {self._lost or 'it was written into'} "
+            "since: each rank has only its shard of the parameter, so the former value is lost; change parameters before forward "
+            "or after backward, or run forward again",
+            code="SMP308",
+        )
 
 
 class ShardedUnit(FlatUnit):
@@ -195,6 +266,7 @@ class ShardedUnit(FlatUnit):
         module: the module with a call that uses all parameters, or None.
         parameters: see :class:`FlatUnit`, as for the rest.
         by_tokens: whether a call may need it on some ranks only; then the calls alone determine the order of gathers.
+        names: of the parameters, for messages.
 
     Attributes:
         full: the buffer of the whole; only to be read and written while its storage is there.
@@ -227,9 +299,10 @@ class ShardedUnit(FlatUnit):
         device: torch.device,
         *,
         by_tokens: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__(parameters, dtype, shards, position, device)
-        self.name = name
+        self.name, self.names = name, names
         self.module = module
         self.shard = torch.zeros(self.shard_elements, dtype=dtype, device=self.device)
         self.full = torch.empty(shards * self.shard_elements, dtype=dtype, device=self.device)
@@ -347,10 +420,10 @@ class ShardedUnit(FlatUnit):
     @torch.no_grad()
     def _take_assigned(self) -> None:
         """Copy values of parameters that show other memory than the whole: compiled code sets ``data`` past its owner."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             data = get_data(parameter)
             if data.data_ptr() != view.data_ptr():
-                self._keep_saved()
+                self._keep_saved(index)
                 view.copy_(data)
                 set_data(parameter, view)
                 self.is_touched = True
@@ -358,8 +431,8 @@ class ShardedUnit(FlatUnit):
 
     def assign(self, index: int, value: torch.Tensor) -> None:
         """Write one parameter's whole value into the gathered unit, or else into this rank's shard."""
+        self._keep_saved(index)
         if self.ready:
-            self._keep_saved()
             with torch.no_grad():
                 self._views[index].copy_(value)
             self.is_touched = True
@@ -367,14 +440,26 @@ class ShardedUnit(FlatUnit):
         else:
             self.take(index, value)
 
-    def _keep_saved(self) -> None:
-        """Copy what graphs of earlier calls have saved of the whole, before ``parameter.data = value`` is written into it.
+    def _keep_saved(self, index: int) -> None:
+        """Copy what graphs of earlier calls have saved of a parameter, before ``parameter.data = value``.
 
-        In one process they keep the former memory of the parameter.
+        In one process they keep the former memory of the parameter. Here that is impossible unless the unit is gathered.
         """
-        for saved in list(self.saved):
+        if not self.ready or self.is_filled:
+            self.lose_saved(index, "data was assigned")
+            return
+        for saved in self._saved_of(index):
             saved.keep()
-        self.saved.clear()
+            self.saved.discard(saved)
+
+    def lose_saved(self, index: int, how: str) -> None:
+        """Let backward raise an error if it needs the value that graphs have saved of a parameter."""
+        for saved in self._saved_of(index):
+            saved.lose(how)
+            self.saved.discard(saved)
+
+    def _saved_of(self, index: int) -> list[SavedView]:
+        return [saved for saved in self.saved if saved.index == index]
 
     def mark_parameters(self) -> None:
         """Let scripts read where a parameter's elements are, see :func:`mark_parameter`."""

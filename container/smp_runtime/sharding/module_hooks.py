@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp_runtime.sharding.call_results import copy_views, tensors_in
-from smp_runtime.sharding.flat_unit import SavedView, ShardedUnit, UnitUse
+from smp_runtime.sharding.flat_unit import SavedTensor, SavedView, ShardedUnit, UnitUse
 from smp_runtime.sharding.watched_parameters import REGISTERED, WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
@@ -467,20 +467,16 @@ class ModuleUses:
         weak = weakref.ref(self)
         by_storage = self._by_storage
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> SavedTensor | SavedView:
             unit = by_storage.get(storage_key(tensor))
             if unit is None:
-                return tensor
+                return SavedTensor(tensor)
             unit.saves += 1
             return SavedView(unit, tensor.detach())
 
-        def unpack(packed: Any) -> torch.Tensor:
-            if not isinstance(packed, SavedView):
-                return packed
-            me, unit = weak(), packed.unit
-            if me is not None and unit is not None and not unit.ready:
-                me.scheduler.need(unit)
-            return packed.tensor
+        def unpack(packed: SavedTensor | SavedView) -> torch.Tensor:
+            me = weak()
+            return packed.unpack(None if me is None else me.scheduler.need)
 
         before, self._calls.pack = self._calls.pack, pack
         try:

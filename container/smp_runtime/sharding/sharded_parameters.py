@@ -71,6 +71,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         wide = precision.wide_parameters(module.modules())  # units have one type
         scales = find_scales(module)
         chosen = [p for p in parameters if is_sharded(p, self.options) and id(p) not in wide]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         units = [
             ShardedUnit(
                 plan.name,
@@ -81,6 +82,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 gathering.position,
                 ranks.device,
                 by_tokens=plan.by_tokens,
+                names=[names.get(id(parameter), "") for parameter in plan.parameters],
             )
             for plan in plan_units(module, chosen, self.options, scales)
         ]
@@ -99,6 +101,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         )
         owner = ShardOwner(self, self.script_gradients)
         self._warns_of_reads = speaks
+        self._is_updated = False
         for unit in self.units:
             self._share_out(unit)
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
@@ -263,8 +266,18 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Prepare for an update; see :meth:`.FlatShards.settle`."""
+        super().settle()
+        self._is_updated = True
+
     def gather_parameters(self) -> None:
         """Free gathered values of before the update; each unit is gathered again when it is used."""
+        if self._is_updated:
+            self._is_updated = False
+            for parameter in self._parameters_to_update():
+                unit, index = self._where[parameter]
+                unit.lose_saved(index, "the optimizer has updated it")
         self.release()
 
     def release(self) -> None:
