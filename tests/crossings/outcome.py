@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import time
@@ -152,7 +153,8 @@ def compare(case: AnyCase, alone: Record, ranks: list[Record]) -> str:
             for number, (one, other) in enumerate(zip(mine, right, strict=True)):
                 # PyTorch's function gives norms in float32, and rounded gradients make another norm.
                 allowed = limit if what != "norms" else max(3 * limit, 1e-7)
-                if not abs(one - other) <= allowed * max(abs(other), 0.1):
+                # Anything is within a part of infinity.
+                if not math.isfinite(other) or not abs(one - other) <= allowed * max(abs(other), 0.1):
                     return f"rank {rank}: {what}[{number}] is {one!r} for {other!r}"
         if record.stale:
             return f"rank {rank}: rounded weights that are not the float32 ones: {sorted(record.stale)[:4]}"
@@ -179,6 +181,8 @@ def _different_state(case: AnyCase, alone: Record, record: Record, *, is_first: 
         value, right = record.last[name], alone.last[name]
         if value.shape != right.shape:
             return f"{name} has the shape {list(value.shape)} for {list(right.shape)}"
+        if not (value.isfinite().all() and right.isfinite().all()):
+            return f"{name} is not finite, in {'the job' if right.isfinite().all() else 'one process'}"
         difference = (value - right).abs()
         if case.is_rounded and _has_not_moved(name, difference, alone):
             return f"{name} is off by {float(difference.max()):.3g}, more than half of what it moves by"

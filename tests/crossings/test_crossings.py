@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from crossings import version2_case
 from crossings.alone import Alone
 from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
-from crossings.outcome import Runner
+from crossings.outcome import Runner, compare
 from crossings.shrinking import shrink
+from crossings.training import Record
 from crossings.version2_case import Version2Case, draw_version2
 from crossings.version2_events import AloneInVersion2
 from support.ranks.rank_pool import MOST_RANKS
-
-if TYPE_CHECKING:
-    from crossings.training import Record
 
 #: Each was wrong once, or has what the others lack; together they have every value of the axes that costs little.
 FIXED = {
@@ -300,6 +299,25 @@ def test_a_difference_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) 
     outcome = runner.run(Version2Case(topology="s2", events=(Event(2, "lower_rate"),)))
     assert outcome.kind == "wrong"
     assert "losses[3]" in outcome.detail
+
+
+def _record(**values: float) -> Record:
+    weights = {"weight": torch.tensor([values.get("weight", 1.0)], dtype=torch.float64)}
+    losses, norms, scores = ([values.get(what, 1.0)] for what in ("loss", "norm", "score"))
+    first = {"weight": torch.zeros(1, dtype=torch.float64)}
+    return Record(losses, scores, norms, first, weights, {"weight"})
+
+
+@pytest.mark.parametrize("precision", ["float64", "fp16"])
+@pytest.mark.parametrize("what", ["loss", "norm", "score", "weight"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_a_difference(number: float, what: str, precision: str) -> None:
+    """In the job, in one process, and in both: a comparison with NaN or infinity shows nothing."""
+    case, plain, bad = Case(precision=precision), _record(), _record(**{what: number})
+    assert compare(case, plain, [plain]) == ""
+    assert compare(case, plain, [bad])
+    assert compare(case, bad, [plain])
+    assert compare(case, bad, [bad])
 
 
 def test_shrinking_keeps_what_the_fault_needs() -> None:
