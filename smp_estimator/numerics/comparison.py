@@ -296,13 +296,15 @@ class _Judge:
         self._last_step = step
 
     def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[TensorKey]) -> float:
-        """Return the distance between all weights of the two runs, relative to their norm."""
+        """Return the distance between all weights of the two runs that are finite, relative to their norm."""
         apart, size = 0.0, 0.0
         ours, theirs = totals
         for key in keys:
             if key.phase != WEIGHT:
                 continue
             one, other = ours[key], theirs[key]
+            if one.is_bad or other.is_bad:  # a finding by itself, or alike in both
+                continue
             apart += estimate_distance(one.projections, other.projections) ** 2
             size += one.square
         return math.sqrt(apart / size) if size else 0.0

@@ -13,7 +13,7 @@ from support.platform.command_line import call, flat
 from support.training.recorded_steps import HEAD, STEP, changed, value
 
 from smp_estimator.figures.error_growth import save_picture
-from smp_estimator.numerics.comparison import compare
+from smp_estimator.numerics.comparison import _Judge, compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.report import write_verdict
 from smp_records.numerics import NUMBERS_OF_CALL, PROJECTIONS, RecordedMoment, RecordedValue, head_line, moment_line
@@ -108,6 +108,30 @@ def test_any_tensor_may_have_numbers_that_are_not_finite(wrong: tuple[str, str],
         assert (found.first.key.phase, found.first.key.name, found.first.error) == (*wrong, math.inf)
         assert not any("times the norm" in line for line in write_verdict(found))
     assert compare(run(bad, 1), run(bad, 1, "B")).is_equal
+
+
+@pytest.mark.parametrize("wrong", [(v.phase, v.name) for v in STEP])
+def test_a_sum_of_squares_alone_may_be_no_number(wrong: tuple[str, str]) -> None:
+    bad = [v._replace(square=math.nan) if v[:2] == wrong else v for v in STEP]
+    for one, other in ((STEP, bad), (bad, STEP)):
+        found = compare(run(one, 1), run(other, 1, "B")).first
+        assert found is not None
+        assert (found.key.phase, found.key.name) == wrong
+
+
+def test_other_weights_are_apart_as_far_where_one_is_no_number_in_both_runs() -> None:
+    def apart(bad: str) -> float:
+        steps = [
+            [
+                v._replace(square=math.nan, projections=(math.nan,) * PROJECTIONS) if v[:2] == ("weight", bad) else v
+                for v in each
+            ]
+            for each in (STEP, changed(("weight", "b.weight")))
+        ]
+        one, other = (run(each, 1).moments[0, 0] for each in steps)
+        return _Judge(run(), run())._relative_weights((one, other), list(one))
+
+    assert 0.0 < apart("") < apart("a.weight") < math.inf
 
 
 def test_from_a_step_on_nothing_is_finite_in_both_runs() -> None:
