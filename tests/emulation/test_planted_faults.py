@@ -44,8 +44,10 @@ class Fault:
     says: str = "nothing orders two accesses"
 
 
-#: Orders of work, tried until a fault is found: in some, the host has waited for the right event by chance.
-SEEDS = (3, 1, 2, 4)
+#: Orders of work, tried until a fault is found: in some, the host has waited for the right event by chance. Of 48 orders 24 have
+#: found the least visible fault, so that two are enough on average, and all of these miss it once in a million times even if only
+#: 35 % find it.
+SEEDS = range(1, 34)
 
 #: One rank, in this process.
 ALONE = {
