@@ -98,7 +98,8 @@ class Runner:
         if self._ranks is not None:
             return self._ranks(*args, init=False)
         if self._pool is None:
-            self._pool = RankPool(max(world for world, *_ in TOPOLOGIES.values()))
+            most = max(world for world, *_ in TOPOLOGIES.values())
+            self._pool = RankPool(most, preload=["support.ranks.loaded_transformers"])
         return self._pool.run(*args, init=False)
 
     def run(self, case: AnyCase) -> Outcome:

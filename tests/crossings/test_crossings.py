@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from crossings.shrinking import shrink
 from crossings.training import Record
 from crossings.version2_case import Version2Case, draw_version2
 from crossings.version2_events import AloneInVersion2
-from support.ranks.rank_pool import MOST_RANKS
+from support.ranks.rank_pool import MOST_RANKS, RankPool
 
 #: Each was wrong once, or has what the others lack; together they have every value of the axes that costs little.
 FIXED = {
@@ -299,6 +303,21 @@ def test_a_difference_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) 
     outcome = runner.run(Version2Case(topology="s2", events=(Event(2, "lower_rate"),)))
     assert outcome.kind == "wrong"
     assert "losses[3]" in outcome.detail
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/schedstat"), reason="the system does not count who waits for a processor"
+)
+@pytest.mark.parametrize(("does", "wants"), [("while True: pass", True), ("import time; time.sleep(1000)", False)])
+def test_a_case_that_computes_has_more_time_than_one_that_hangs(does: str, wants: bool) -> None:
+    code = f"print(flush=True)\n{does}"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pool: Any = RankPool.__new__(RankPool)
+        pool._ranks = [(process, None)]
+        assert pool._want_processors(1) is wants
+        process.kill()
 
 
 def _record(**values: float) -> Record:

@@ -15,15 +15,19 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
 
+from smp_launch.watch.states import state_of
+
 #: Of the pool that tests share.
 MOST_RANKS = 4
+#: Times of its time limit that a case may take while its ranks want processors, and seconds for which it is seen whether they do.
+_LONGEST, _LOOK_SECONDS = 4.0, 1.0
 #: What scripts reach ``smp.init`` by, with all that waits for it.
 _INIT = "smdistributed.modelparallel.torch.session_mod"
 
@@ -37,9 +41,10 @@ class RankPool:
 
     Args:
         size: most ranks that a case can have.
+        preload: modules that ranks have imported when they start; only the first pool of a process chooses.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
         # The store lives here, on a port that the system picks, and outlives every case.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -47,7 +52,7 @@ class RankPool:
         # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.ranks.rank_pool"]
+            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.ranks.rank_pool", *preload]
         )
         self._ranks = []
         self._ready = 0
@@ -94,11 +99,14 @@ class RankPool:
         self._ready = max(self._ready, world_size)
         for _, pipe in members:
             pipe.send_bytes(task)
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         results: dict[int, Any] = {}
         while len(results) < world_size:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(members) if rank not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() - began < _LONGEST * timeout and self._want_processors(world_size):
+                continue
             if not ready:
                 raise RankFailed(f"ranks {sorted(waiting.values())} of {world_size} gave no result within {timeout} s")
             for pipe in ready:
@@ -111,6 +119,16 @@ class RankPool:
                     raise RankFailed(f"rank {rank} of {world_size} raised:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(world_size)]
+
+    def _want_processors(self, world_size: int) -> bool:
+        """Return whether ranks compute, or wait for a processor of a busy machine, most of the time, as those that hang do not."""
+        pids = [process.pid for process, _ in self._ranks[:world_size] if process.pid is not None]
+        before, began = [state_of(pid) for pid in pids], time.monotonic()
+        time.sleep(_LOOK_SECONDS)
+        seconds = time.monotonic() - began
+        after = [state_of(pid) for pid in pids]
+        wanted = sum(b.processor_seconds - a.processor_seconds for a, b in zip(before, after, strict=True))
+        return wanted > seconds / 2
 
     def __enter__(self) -> RankPool:
         return self
