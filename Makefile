@@ -33,6 +33,9 @@ LOCAL_BASE := smp-estimator-base:bookworm
 
 # tests/runner/environments.py has the tests of each environment; each target runs it with the environment's own Python.
 RUNNER := python tests/runner
+# A table to which the short targets append, such as `make test`: `make test-all` with the same table leaves out what passed in them.
+RECORD ?=
+SHORT := $(RUNNER) pytest $(addprefix --record ,$(RECORD))
 
 # Of `make test-all`: SLICE=3/9, LIMIT=900 (seconds), BUILD=no (only environments that are there); TABLE, of `make test-report` too.
 SLICE ?=
@@ -108,7 +111,7 @@ test-gpu:
 test: test-sdk-floor test-newest
 
 test-newest: $(VENV)/.installed
-	$(BIN)/$(RUNNER) pytest newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3 --budget
+	$(BIN)/$(SHORT) newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3 --budget
 
 # While a change is being made: its room first, then by the imports that lead to it. BASE=origin/main counts from there.
 BASE ?= HEAD
@@ -137,7 +140,7 @@ test-mutants: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m crossings.mutants run $(addprefix --only ,$(ONLY)) --out $(MUTANTS)
 
 test-sdk-floor: $(FLOOR)/.installed
-	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor --sample -- $(SHARED_OUT)
+	$(FLOOR)/bin/$(SHORT) sdk-floor --sample -- $(SHARED_OUT)
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
 $(SDK3)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/sdk-3.txt
@@ -150,7 +153,7 @@ $(SDK3)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/sdk-3.txt
 
 # With environments of version 2 that are there already, losses are compared.
 test-v3: $(SDK3)/.installed
-	$(SDK3)/bin/$(RUNNER) pytest sdk-3 --sample -- $(SHARED_OUT)
+	$(SDK3)/bin/$(SHORT) sdk-3 --sample -- $(SHARED_OUT)
 
 # Trackers, which want packages that nothing else here needs.
 $(TRACKERS)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/trackers.txt
@@ -159,7 +162,7 @@ $(TRACKERS)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/track
 	@touch $@
 
 test-trackers: $(TRACKERS)/.installed
-	$(TRACKERS)/bin/$(RUNNER) pytest trackers
+	$(TRACKERS)/bin/$(SHORT) trackers
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints/cpu.txt
@@ -186,8 +189,8 @@ CLIENTS := $(SHARED_OUT) --durations=15 --durations-min=5
 test-clients: SAMPLE := --sample
 test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.installed
 	rm -f .venv-clients-*/outcomes.jsonl
-	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/$(RUNNER) pytest clients-4 $(SAMPLE) -- $(CLIENTS)
-	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/$(RUNNER) pytest clients-5 $(SAMPLE) -- $(CLIENTS)
+	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/$(SHORT) clients-4 $(SAMPLE) -- $(CLIENTS)
+	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/$(SHORT) clients-5 $(SAMPLE) -- $(CLIENTS)
 	.venv-clients-5/bin/python tests/support/documents/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
 
 # One environment at a time, each removed after its tests: several GB are fetched where the index has no CPU build. MATRIX: only
@@ -197,8 +200,8 @@ test-matrix:
 	$(PYTHON) tests/support/documents/version_matrix.py run $(MATRIX)
 
 test-full: $(VENV)/.installed $(FLOOR)/.installed
-	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor -- $(SHARED_OUT)
-	$(BIN)/$(RUNNER) pytest newest -- $(SHARED_OUT)
+	$(FLOOR)/bin/$(SHORT) sdk-floor -- $(SHARED_OUT)
+	$(BIN)/$(SHORT) newest -- $(SHARED_OUT)
 
 # Everything, in slices of at most 15 minutes; what the table has as passed at this commit is not run again.
 test-all: $(VENV)/.installed
@@ -224,8 +227,8 @@ push:
 	@docker/push.sh $(IMAGE)
 
 test-docker: image $(SDK3)/.installed
-	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/$(RUNNER) pytest docker
-	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/$(RUNNER) pytest docker-sdk-3
+	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/$(SHORT) docker
+	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/$(SHORT) docker-sdk-3
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -120,12 +120,13 @@ def slices() -> None:
 @main.command("pytest")
 @click.argument("name", type=click.Choice([environment.name for environment in ENVIRONMENTS]))
 @click.option("--sample", is_flag=True, help="the tests of the short targets")
+@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), help="a table for the outcomes")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def call_pytest(name: str, sample: bool, options: tuple[str, ...]) -> None:
-    """Run the tests of an environment without a table; OPTIONS are those of pytest."""
+def call_pytest(name: str, sample: bool, record: Path | None, options: tuple[str, ...]) -> None:
+    """Run the tests of an environment; OPTIONS are those of pytest."""
     environment = find(name)
     selections = environment.sample if sample else environment.selections
-    sys.exit(running.call_pytest(environment, selections, options, ROOT))
+    sys.exit(running.call_pytest(environment, selections, options, ROOT, record))
 
 
 @main.command("near")

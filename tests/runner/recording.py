@@ -35,6 +35,8 @@ class Plan:
     deadline: float = 0.0
     #: Where the names of the chosen tests are written.
     chosen: str = ""
+    #: Whether what is collected is all that the files have; it is noted then.
+    is_all: bool = True
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
@@ -67,7 +69,7 @@ class Recording:
         worker = getattr(config, "workerinput", None)
         self._is_worker = worker is not None
         # The first worker stands for all: they collect the same.
-        self._notes_collection = worker is None or worker["workerid"] == "gw0"
+        self._notes_collection = plan.is_all and (worker is None or worker["workerid"] == "gw0")
         self._running: dict[str, Line] = {}
 
     @pytest.hookimpl(trylast=True)  # after -m and -k: parts are those of the tests that are left

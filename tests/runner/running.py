@@ -132,14 +132,31 @@ def collect(environment: Environment, setting: Setting) -> int:
     return worst
 
 
-def call_pytest(environment: Environment, selections: Iterable[Selection], options: Sequence[str], root: Path) -> int:
-    """Run selections without a table, as the short targets of the Makefile do; returns the first bad exit code."""
-    for selection in selections:
-        command = _command(environment, selection, selection.paths, options if selection.is_parallel else (), root)
-        click.echo(shlex.join(command))
-        status = subprocess.run(command, cwd=root, env=environment.variables(root)).returncode
-        if status:
-            return status
+def call_pytest(
+    environment: Environment,
+    selections: Iterable[Selection],
+    options: Sequence[str],
+    root: Path,
+    record: Path | None = None,
+) -> int:
+    """Run selections in full, as the short targets of the Makefile do; returns the first bad exit code.
+
+    Args:
+        record: a table for the outcomes, so that a slice at the same commit leaves out what has passed.
+    """
+    with tempfile.TemporaryDirectory(prefix="smp-tests-") as folder:
+        recorded = []
+        if record:
+            plan = Plan(str(record.resolve()), environment.name, table.current_commit(root), {}, is_all=False)
+            plan.write(Path(folder) / "plan.json")
+            recorded = ["--run-plan", f"{folder}/plan.json"]
+        for selection in selections:
+            chosen = [*(options if selection.is_parallel else ()), *recorded]
+            command = _command(environment, selection, selection.paths, chosen, root)
+            click.echo(shlex.join(command))
+            status = subprocess.run(command, cwd=root, env=environment.variables(root)).returncode
+            if status:
+                return status
     return 0
 
 
@@ -151,12 +168,20 @@ def _note_missing(environment: Environment, setting: Setting) -> str:
 
 
 def _without_passed(run: Run, setting: Setting) -> Run:
-    """Leave out whole files whose tests have all passed, so that they need not be collected again."""
+    """Leave out whole files whose tests have all passed, so that they need not be collected again.
+
+    Of a file of which a short target ran a part it is not known which tests it has.
+    """
+    collected = {
+        line.test.partition("::")[0]
+        for line in table.read(setting.table)
+        if (line.environment, line.commit, line.outcome) == (run.environment, setting.commit, COLLECTED)
+    }
     tests: dict[str, list[Line]] = {}
     for (environment, _), line in _known(setting).items():
         if environment == run.environment:
             tests.setdefault(line.test.partition("::")[0], []).append(line)
-    done = {file for file, lines in tests.items() if all(map(_is_done, lines))}
+    done = {file for file, lines in tests.items() if file in collected and all(map(_is_done, lines))}
     parts = tuple(part for part in run.parts if part.file not in done)
     return Run(run.environment, run.selection, parts, run.is_parallel)
 

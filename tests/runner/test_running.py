@@ -327,3 +327,16 @@ def test_reasons_of_slow_tests_name_tests():
     assert all((Path(__file__).parents[2] / name.partition("::")[0]).exists() for name in budget.reasons)
     longer = (Path(__file__).parents[1] / "longer-tests.txt").read_text(encoding="utf-8").splitlines()
     assert not budget.reasons.keys() & set(longer), "the longer run has no budget"
+
+
+def test_what_passed_in_a_short_target_is_not_run_again_and_the_rest_is(project: Path) -> None:
+    """A short target knows only a part of a file, from which the file may not be taken to be done."""
+    given = setting(project)
+    short = Selection(("tests",), keyword="good or ending")
+    for _ in range(2):  # such a target itself leaves nothing out
+        assert running.call_pytest(environment(), [short], OPTIONS, project, given.table) == 0
+    assert names(project) == Counter(good0=2, good1=2, good2=2, ending=2)
+    assert outcomes(project).keys() == GOOD.keys() - {"test_killing"}
+    result = run(given)
+    assert (result.is_fault, result.counts) == (False, {PASSED: 1, SKIPPED: 1, XFAILED: 1})
+    assert names(project) == Counter(good0=2, good1=2, good2=2, ending=2, killing=1)
