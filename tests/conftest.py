@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -71,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Where files are dealt out to several workers, those that wait for processes run beside those that compute."""
     if not hasattr(config, "workerinput"):
         return
+    from support.dealing import TRANSFORMERS, shared_scope
+
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -79,7 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     computing = sorted(files.keys() - set(waiting), key=lambda path: (-len(files[path]), path))
     places = {path: 0.6 * number / len(waiting) for number, path in enumerate(waiting)}
     places |= {path: number / len(computing) for number, path in enumerate(computing)}
+    # These all stay with one worker, for longer than any other files do, and import once for all ranks if they come first.
+    places |= {path: -1.0 for path in files if shared_scope(path) == TRANSFORMERS}
     items[:] = [test for path in sorted(files, key=places.__getitem__) for test in files[path]]
+
+
+#: What ranks import that run models of Transformers, most of whose time it would be.
+_TRANSFORMERS = ("transformers.modeling_utils", "transformers.models.gpt2.modeling_gpt2")
 
 
 class _SharedPool:
@@ -88,13 +97,15 @@ class _SharedPool:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        from support.dealing import TRANSFORMERS, shared_scope
         from support.ranks.rank_pool import MOST_RANKS, RankPool
 
         if self._pool is None:
-            self._pool = RankPool(MOST_RANKS)
+            is_with = shared_scope(Path(inspect.getfile(function))) == TRANSFORMERS
+            self._pool = RankPool(MOST_RANKS, _TRANSFORMERS if is_with else ())
         try:
-            return self._pool.run(*args, **kwargs)
+            return self._pool.run(function, *args, **kwargs)
         except BaseException:
             self.close()
             raise

@@ -99,7 +99,7 @@ class Runner:
             return self._ranks(*args, init=False)
         if self._pool is None:
             most = max(world for world, *_ in TOPOLOGIES.values())
-            self._pool = RankPool(most, preload=["support.ranks.loaded_transformers"])
+            self._pool = RankPool(most, imports=["support.ranks.loaded_transformers"])
         return self._pool.run(*args, init=False)
 
     def run(self, case: AnyCase) -> Outcome:

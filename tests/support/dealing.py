@@ -9,6 +9,8 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[2]
+#: Files whose ranks import Transformers.
+TRANSFORMERS = "Transformers"
 #: What a file has in it whose tests run functions on ranks.
 _RUNS_RANKS = re.compile(r"def \w+\([^)]*\branks\b|\b_shared_pool\b|\bRankPool\b")
 #: What a file has in it whose models come from Transformers, directly or by modules of ``tests/support``.
@@ -28,13 +30,13 @@ class FewImports(LoadFileScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return _shared_scope(file) or file
+        return shared_scope(ROOT / file) or file
 
 
 @functools.cache
-def _shared_scope(file: str) -> str:
-    path = ROOT / file
+def shared_scope(path: Path) -> str:
+    """Return the name of the files that stay with one worker together with this one; empty for a file of its own."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if _RUNS_RANKS.search(text) and _TRANSFORMERS.search(text):
-        return "Transformers"
+        return TRANSFORMERS
     return "sources" if _READS_SOURCES.search(text) else ""

@@ -41,10 +41,11 @@ class RankPool:
 
     Args:
         size: most ranks that a case can have.
-        preload: modules that ranks have imported when they start; only the first pool of a process chooses.
+        imports: what the ranks need beside PyTorch and the runtime. It is imported once for all of them if this is the first
+            pool of its process.
     """
 
-    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, imports: Sequence[str] = ()) -> None:
         # The store lives here, on a port that the system picks, and outlives every case.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -52,7 +53,7 @@ class RankPool:
         # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.ranks.rank_pool", *preload]
+            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.ranks.rank_pool", *imports]
         )
         self._ranks = []
         self._ready = 0
