@@ -50,7 +50,8 @@ TRACKERS := .venv-trackers
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
-	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
+	@echo "make test         the tests (big matrices as a sample), with the newest SDK"
+	@echo "make test-sdk-floor  the notebook side with the oldest SDK"
 	@echo "make test-near    the tests that are near a change, in about two minutes: BASE=HEAD LIMIT=120"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-all     all tests in all environments, in slices, into test-table.jsonl: SLICE=3/9, LIMIT=900, BUILD=no; test-report says what is missing"
@@ -108,7 +109,7 @@ GPU_PYTHON ?= python3
 test-gpu:
 	SMPCHECK_PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_check/gpu_check.sh --only env,paths --budget 300
 
-test: test-sdk-floor test-newest
+test: test-newest
 
 test-newest: $(VENV)/.installed
 	$(BIN)/$(SHORT) newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3 --budget
