@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.models.long_sequences import CausalNet, next_word_loss, word_batches
-from support.ranks.context_threads import cut, run_context
+from support.ranks.context_threads import assert_equal_to_alone, cut, run_context
 from support.training.rank_training import training_step, updates
 from support.training.reference import train_alone
 from torch.nn.attention import flex_attention as flex
@@ -392,9 +392,4 @@ def test_packed_documents_are_ranges_of_keys(case):
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         return (out.whole("test"), lse.whole("test")), train(out, lse, given)
 
-    everyone = run_context(2, rank)
-    for results, _ in everyone:
-        torch.testing.assert_close(results, wanted, atol=1e-10, rtol=1e-10)
-    for number, gradient in enumerate(gradients):
-        mean = sum(grads[number] for _, grads in everyone) / 2
-        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10)
+    assert_equal_to_alone(run_context(2, rank), wanted, gradients)

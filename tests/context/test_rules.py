@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks.context_threads import cut, run_context, whole_of
+from support.ranks.context_threads import assert_equal_to_alone, cut, run_context, whole_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp_runtime.context import packed_masks
@@ -346,12 +346,7 @@ def test_attention_takes_the_shapes_that_pytorch_takes(before, keys, mask, group
     with sdpa_kernel(SDPBackend.MATH):  # the other one for the CPU takes no masks of one dim
         leaves = [each.clone().requires_grad_() for each in given]
         wanted, gradients = run(leaves, leaves[:3])
-    everyone = run_context(2, rank)
-    for found, _ in everyone:
-        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
-    for number, gradient in enumerate(gradients):
-        mean = sum(theirs[number] for _, theirs in everyone) / 2
-        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10)
+    assert_equal_to_alone(run_context(2, rank), wanted, gradients)
 
 
 def test_attention_refuses_masks_of_more_dims():

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.canaries import RELEASE, Canaries, Doubling, Noting
+from support.canaries import RELEASE, Canaries, Noting
 from torch import nn
 
 from smp_runtime.tensors import torch_private as door
@@ -305,57 +305,6 @@ def _(_):
     finally:
         torch.set_default_device(None)
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # PyTorch 2.8 would trip over its None
-
-
-# -- modules -----------------------------------------------------------------------------------------------------------
-
-
-@of("call_with_hooks")
-def _(_):
-    class Refusing(Doubling):
-        def __call__(self, value):
-            raise AssertionError("the call of the class")
-
-    module = Refusing()
-    module.register_forward_hook(lambda module, args, output: output + 1)
-    assert door.call_with_hooks(module, 3) == 7
-
-
-@of("NORMS_WITH_STATISTICS")
-def _(_):
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d):
-        assert issubclass(kind, door.NORMS_WITH_STATISTICS)
-    assert not issubclass(nn.LayerNorm, door.NORMS_WITH_STATISTICS)
-
-
-@of("IncompatibleKeys")
-def _(_):
-    made = door.IncompatibleKeys(["a"], ["b"])
-    assert (made.missing_keys, made.unexpected_keys) == (["a"], ["b"])
-    assert type(made) is type(nn.Linear(1, 1).load_state_dict({}, strict=False))
-
-
-@of("before_loading")
-def _(_):
-    model, seen = nn.Sequential(nn.Linear(1, 1)), []
-    door.before_loading(model[0], lambda module, state, prefix, *rest: seen.append((module, prefix)))
-    model.load_state_dict(model.state_dict())
-    assert seen == [(model[0], "0.")]
-
-
-@of("dtype_asked_for")
-def _(_):
-    assert door.dtype_asked_for(torch.float64) is torch.float64
-    assert door.dtype_asked_for("cpu", dtype=torch.float16) is torch.float16
-    assert door.dtype_asked_for(torch.ones(1, dtype=torch.bfloat16)) is torch.bfloat16
-    assert door.dtype_asked_for("cpu", non_blocking=True) is None
-
-
-@of("device_asked_for")
-def _(_):
-    assert door.device_asked_for("meta", torch.float16) == torch.device("meta")
-    assert door.device_asked_for(torch.ones(1)) == torch.device("cpu")
-    assert door.device_asked_for(torch.float64) is None
 
 
 # -- calls, and the compiler -------------------------------------------------------------------------------------------

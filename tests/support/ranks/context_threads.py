@@ -129,3 +129,14 @@ def whole_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [whole_of(item) for item in value]
     return value
+
+
+def assert_equal_to_alone(
+    everyone: list[tuple[Any, list[torch.Tensor]]], wanted: Any, gradients: list[torch.Tensor]
+) -> None:
+    """Check that all ranks have the outputs of one process, and that the mean of their gradients is its own."""
+    for found, _ in everyone:
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    for number, gradient in enumerate(gradients):
+        mean = sum(of_rank[number] for _, of_rank in everyone) / len(everyone)
+        torch.testing.assert_close(mean, gradient, atol=1e-10, rtol=1e-10)
