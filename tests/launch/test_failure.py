@@ -1,4 +1,4 @@
-"""The first cause of a failure, out of what ranks and both versions of mpirun say."""
+"""The first cause of a failure, out of what ranks, also of one another, and both versions of mpirun say."""
 
 from __future__ import annotations
 
@@ -264,3 +264,28 @@ def test_an_error_that_stands_for_another_rank_s_is_not_printed_again(capsys, mo
         error.failure = record
         fatal_errors.show(error, 1)
     assert capsys.readouterr().err.splitlines() == ["rank 1: the same KeyError of rank 0", "and more"]
+
+
+# -- who is to blame for a connection ----------------------------------------------------------------------------------
+
+
+def told(rank, accused=(), when=1.0, kind="ConnectionLostError"):
+    return FailureRecord(rank=rank, error_type=kind, message=f"told by {rank}", when=when, accused=accused)
+
+
+def headline(*records):
+    return FailureCollector(lambda rank: f"algo-{rank}", records=list(records)).first_cause(1).headline
+
+
+def test_what_a_rank_tells_of_itself_counts_more_than_what_others_blame_it_for():
+    assert headline(told(0, (2,), 1.0), told(2, (), 1.5, "ValueError")) == "rank 2: ValueError: told by 2"
+
+
+def test_most_ranks_are_right_about_whose_connection_is_lost():
+    records = [told(2, (0, 1, 3), 1.0), told(0, (2,), 1.1), told(3, (2,), 1.2)]
+    assert headline(*records) == "rank 2: ConnectionLostError: told by 2"
+    assert headline(*records[1:]) == "rank 2 (algo-2): ConnectionLostError: as rank 0 tells: told by 0"
+    # One that has lost all others is more likely to be cut off itself.
+    assert headline(told(1, (3,), 1.0), told(3, (0, 1, 2), 1.1)) == "rank 3: ConnectionLostError: told by 3"
+    # Each of two blames the other: the first word.
+    assert headline(told(1, (0,), 1.0), told(0, (1,), 1.1)) == "rank 1: ConnectionLostError: told by 1"

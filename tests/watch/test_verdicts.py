@@ -1,4 +1,4 @@
-"""Who is blamed, and when: out of positions of ranks, of records in a folder, and of what ranks tell of one another."""
+"""Who is blamed, and when: out of positions of ranks, and of records in a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from smp_launch.watch.watch import HangWatch
 from smp_records import rank_record
 from smp_records.positions import Glance
 from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord, ScriptLine, Waiting
-from smp_records.records import FailureRecord
 
 HERE = os.path.abspath(__file__)
 EVERYONE = (0, 1, 2, 3)
@@ -448,31 +447,6 @@ def test_a_rank_that_has_left_while_another_waits_for_it(sleeper, tmp_path, monk
     hang = look_until(HangWatch([LocalRanks(tmp_path)], in_stride(1000.0)))
     assert hang.verdict.rank == 1
     assert "ended its script after 2 steps" in hang.verdict.text
-
-
-# -- who is to blame for a connection ----------------------------------------------------------------------------------
-
-
-def told(rank, accused=(), when=1.0, kind="ConnectionLostError"):
-    return FailureRecord(rank=rank, error_type=kind, message=f"told by {rank}", when=when, accused=accused)
-
-
-def headline(*records):
-    return FailureCollector(lambda rank: f"algo-{rank}", records=list(records)).first_cause(1).headline
-
-
-def test_what_a_rank_tells_of_itself_counts_more_than_what_others_blame_it_for():
-    assert headline(told(0, (2,), 1.0), told(2, (), 1.5, "ValueError")) == "rank 2: ValueError: told by 2"
-
-
-def test_most_ranks_are_right_about_whose_connection_is_lost():
-    records = [told(2, (0, 1, 3), 1.0), told(0, (2,), 1.1), told(3, (2,), 1.2)]
-    assert headline(*records) == "rank 2: ConnectionLostError: told by 2"
-    assert headline(*records[1:]) == "rank 2 (algo-2): ConnectionLostError: as rank 0 tells: told by 0"
-    # One that has lost all others is more likely to be cut off itself.
-    assert headline(told(1, (3,), 1.0), told(3, (0, 1, 2), 1.1)) == "rank 3: ConnectionLostError: told by 3"
-    # Each of two blames the other: the first word.
-    assert headline(told(1, (0,), 1.0), told(0, (1,), 1.1)) == "rank 1: ConnectionLostError: told by 1"
 
 
 # -- ranks that have ended without a word -------------------------------------------------------------------------------
