@@ -139,5 +139,5 @@ def test_no_case_is_left_out_where_it_can_run() -> None:
 def test_the_makefile_has_the_environments() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for environment in ENVIRONMENTS:
-        assert f"$(RUNNER) pytest {environment.name}" in makefile
+        assert f"$(SHORT) {environment.name}" in makefile
         assert all((ROOT / path).exists() for each in environment.selections for path in each.paths)
