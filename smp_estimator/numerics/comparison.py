@@ -300,10 +300,8 @@ class _Judge:
         apart, size = 0.0, 0.0
         ours, theirs = totals
         for key in keys:
-            if key.phase != WEIGHT:
-                continue
             one, other = ours[key], theirs[key]
-            if one.is_bad or other.is_bad:  # a finding by itself, or alike in both
+            if key.phase != WEIGHT or one.is_bad or other.is_bad:  # bad numbers are a finding by themselves, or alike in both
                 continue
             apart += estimate_distance(one.projections, other.projections) ** 2
             size += one.square
