@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from support.training import version2_checkpoints as training
 
 from smp_records.records import parse_failure
 from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_version2.checkpoint import rotation
+from smp_version2.checkpoint.rotation import SORT_BY_LAST_INT, limit_num_subdirs
 
 SHARD = {"hybrid_shard_degree": 2}
 
@@ -148,13 +151,12 @@ def make_checkpoints(root: Path, *steps: int, inside: str = "") -> None:
 
 
 def names_in(root: Path) -> list[str]:
+    rotation.wait_for_removals()
     return sorted(path.name for path in root.iterdir())
 
 
 @pytest.mark.parametrize("inside", ["", "tp2-0"])
 def test_rotation_keeps_the_newest(tmp_path: Path, inside: str) -> None:
-    from smp_version2.checkpoint.rotation import SORT_BY_LAST_INT, limit_num_subdirs
-
     make_checkpoints(tmp_path, 8, 9, 10, inside=inside)
     (tmp_path / "logs-3").mkdir()
     (tmp_path / "11steps").write_text("a file")
@@ -169,8 +171,6 @@ def test_rotation_keeps_the_newest(tmp_path: Path, inside: str) -> None:
 
 
 def test_rotation_keeps_the_newest_complete_one(tmp_path: Path) -> None:
-    from smp_version2.checkpoint.rotation import limit_num_subdirs
-
     make_checkpoints(tmp_path, 1, 2, 3)
     (tmp_path / "llama-3steps" / ".metadata").unlink()  # its save was cut off
     (tmp_path / "logs").mkdir()
@@ -180,6 +180,27 @@ def test_rotation_keeps_the_newest_complete_one(tmp_path: Path) -> None:
         limit_num_subdirs(tmp_path, 0)
     with pytest.raises(SMPUserError, match="lifecycle"):
         limit_num_subdirs("s3://bucket/x", 1)
+
+
+def test_rotation_hides_old_checkpoints_at_once_and_removes_what_a_killed_job_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoints(tmp_path, 1, 2, 3)
+    for left in (".llama-0steps.removed", ".other.removed"):
+        (tmp_path / left).mkdir()
+    may_remove = threading.Event()
+
+    def remove(folders: Any) -> list[str]:
+        assert may_remove.wait(30)
+        return original(folders)
+
+    original = rotation.remove
+    monkeypatch.setattr(rotation, "remove", remove)
+    limit_num_subdirs(tmp_path, 1)
+    hidden = [f".llama-{number}steps.removed" for number in (0, 1, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*hidden, ".other.removed", "llama-3steps"]
+    may_remove.set()
+    assert names_in(tmp_path) == [".other.removed", "llama-3steps"]
 
 
 def write_half(files: Any, path: str) -> None:
