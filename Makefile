@@ -46,7 +46,7 @@ TABLE ?= test-table.jsonl
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve gpu-check-dry gpu-wheels image push test-docker quickstart test test-gpu test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve gpu-check-dry gpu-wheels image push test-docker quickstart test test-gpu test-newest test-sdk-floor test-crossings test-damage test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -57,6 +57,7 @@ help:
 	@echo "make test-all     all tests in all environments, in slices, into test-table.jsonl: SLICE=3/9, LIMIT=900, BUILD=no; test-report says what is missing"
 	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
 	@echo "make test-mutants mistakes in the runtime, each against the same drawn cases; ONLY=\"…\": some of tests/crossings/mutants.json"
+	@echo "make test-damage  checkpoints with flipped bits and other damage, and jobs that are killed while they save"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-trackers TensorBoard, MLflow and wandb: what their own readers find of a job"
@@ -139,6 +140,10 @@ test-crossings: $(VENV)/.installed
 MUTANTS ?= mutants.jsonl
 test-mutants: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m crossings.mutants run $(addprefix --only ,$(ONLY)) --out $(MUTANTS)
+
+# Of checkpoints: 2,000 flipped bits in each hash, 600 other damages, 200 jobs that are killed while they save.
+test-damage: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m full tests/checkpoints/test_damage.py tests/checkpoints/test_kills.py -s
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/$(SHORT) sdk-floor --sample -- $(SHARED_OUT)

@@ -80,7 +80,7 @@ for case, seed in enumerate(seeds, 1):
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("kills", [5, pytest.param(40, marks=[pytest.mark.full, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_killed_at_any_moment_the_newest_is_whole_and_at_most_one_save_old(tmp_path, kills):
     first = random.SystemRandom().randrange(2**30)
     seeds = list(range(first, first + kills))
