@@ -162,6 +162,7 @@ def main():
     options.add_argument("--hidden", type=int, default=128)
     options.add_argument("--checkpoint", action="store_true")
     options.add_argument("--tensor", action="store_true")
+    options.add_argument("--muon", action="store_true")
     options.add_argument("--wrong", default="")
     given = options.parse_args()
     smp.init({"pipeline_parallel_degree": 2, "ddp": True} if given.wrong == "degree" else {})
@@ -180,7 +181,8 @@ def main():
     if given.checkpoint:
         for block in blocks_of(model.module):
             smp.set_activation_checkpointing(block)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    adamw = lambda: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    optimizer = smp.DistributedOptimizer(smp.optimizers.Muon(model) if given.muon else adamw())
     data = torch.randint(0, VOCABULARY, (64, SEQUENCE + 1))
     for step in range(10):
         rows = torch.randperm(len(data))[: BATCH if given.wrong != "batch" else BATCH - 1]

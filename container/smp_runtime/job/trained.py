@@ -66,6 +66,9 @@ class SharedState(Protocol):
     def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' vectors."""
 
+    def runs_of(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
+        """Return start and stop of each rank's part of a parameter, in the order of the group; None if all have all of it."""
+
     def counts(self, shard: OptimizerShard) -> bool:
         """Return whether this rank is the one that counts an optimizer shard in norms."""
 

@@ -59,6 +59,7 @@ class FlatShards(Generic[Unit]):
         # An all-gather returns the parts in the order of the ranks, not of the shards.
         order = sorted(range(len(shard_of)), key=shard_of.__getitem__)
         self._order = None if order == sorted(order) else order
+        self._shard_of = list(shard_of)
         self._where = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}
         # Trained ones first: their numbers are those of the vectors that optimizers sum.
         ordered = sorted(parameters, key=lambda p: not p.requires_grad)
@@ -208,6 +209,14 @@ class FlatShards(Generic[Unit]):
     def place_of(self, parameter: nn.Parameter) -> tuple[FlatUnit, int] | None:
         """Return the unit of a parameter, and its number there; None if it is in none."""
         return self._where.get(parameter)
+
+    def runs_of(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
+        """Return start and stop of each rank's part of a parameter, in the order of the group; None if all have all of it."""
+        place = self._where.get(parameter)
+        if place is None:
+            return None
+        fragments = [place[0].fragment_at(place[1], number) for number in self._shard_of]
+        return [(found.start, found.stop) if found else (0, 0) for found in fragments]
 
     def whole_of_unit(
         self, unit: Unit, values: Mapping[nn.Parameter, torch.Tensor], dtype: torch.dtype

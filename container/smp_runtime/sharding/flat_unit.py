@@ -76,7 +76,7 @@ class FlatUnit:
             self.filled += shape.numel()
         per_rank = -(-self.filled // shards)
         self.shard_elements = -(-per_rank // ALIGNMENT) * ALIGNMENT
-        self.fragments = [self._fragment(index) for index in range(len(self.parameters))]
+        self.fragments = [self.fragment_at(index, position) for index in range(len(self.parameters))]
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a buffer of this unit's layout."""
@@ -89,8 +89,9 @@ class FlatUnit:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
-    def _fragment(self, index: int) -> Fragment | None:
-        begin = self.position * self.shard_elements
+    def fragment_at(self, index: int, position: int) -> Fragment | None:
+        """Return the part of a parameter that lies in the shard of that number, or None."""
+        begin = position * self.shard_elements
         offset, length = self.offsets[index], self.shapes[index].numel()
         start, stop = max(begin, offset), min(begin + self.shard_elements, offset + length)
         return Fragment(index, start - offset, stop - offset, start - begin) if start < stop else None

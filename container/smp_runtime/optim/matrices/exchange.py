@@ -11,7 +11,8 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.flag_all_reduce import FlagAllReduce
-from smp_runtime.optim.matrices.ownership import MatrixHolding, SharedMatrix, in_rounds, share_out
+from smp_runtime.optim.matrices.other_ranks import infer_holdings
+from smp_runtime.optim.matrices.ownership import MatrixHolding, SharedMatrix, in_rounds, is_complete, share_out
 from smp_runtime.optim.matrices.regions import Region, regions_of
 
 if TYPE_CHECKING:
@@ -175,8 +176,8 @@ class WholeMatrices:
 
     def _rounds(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> list[list[SharedMatrix]]:
         """Return the matrices of several ranks, by round; a first call, and one after a change, talks to the other ranks."""
-        known = tuple((each.name, tuple(each.regions)) for each in matrices)
-        if self._planned is not None and self._planned[0] == known:
+        planned_for = tuple((each.name, tuple(each.regions)) for each in matrices)
+        if self._planned is not None and self._planned[0] == planned_for:
             return self._planned[1]
         ranks = self._ranks
         state = self._model.sharded_state if self._model is not None else None
@@ -189,8 +190,13 @@ class WholeMatrices:
         )
         members = ranks.members(Group.DP)
         everyone = ranks.control.allgather(mine, members) if len(members) > 1 else [mine]
-        rounds = in_rounds(share_out(dict(zip(members, everyone, strict=True))))
-        self._planned = known, rounds
+        holdings = dict(zip(members, everyone, strict=True))
+        if not is_complete(holdings):  # in a rehearsal, where one rank stands for all
+            names = {each.name for each in matrices}
+            known = [record for record in self._records().values() if record.name in names]
+            holdings = infer_holdings(ranks, mine, known, state)
+        rounds = in_rounds(share_out(holdings))
+        self._planned = planned_for, rounds
         return rounds
 
     def _used(self, rounds: Sequence[Sequence[SharedMatrix]], by_name: Mapping[str, Matrices]) -> set[str]:

@@ -68,27 +68,41 @@ def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
     Returns:
         All of them, of all replicas, in the same order on every rank.
     """
-    loads = dict.fromkeys(holdings, 0)
-    found: dict[tuple[Key, tuple[int, ...]], dict[int, Region]] = {}
-    widths: dict[str, int] = {}
-    for rank, holding in sorted(holdings.items()):
-        for name, regions in holding.regions.items():
-            widths[name] = holding.widths[name]
-            for region in regions:
-                if region.is_whole:
-                    loads[rank] += work(region.shape)
-                    continue
-                members = _members(holdings, rank) if name in holding.split else tuple(sorted(holding.sharers))
-                found.setdefault(((name, region.number), members), {})[rank] = region
+    loads = {
+        rank: sum(work(region.shape) for regions in holding.regions.values() for region in regions if region.is_whole)
+        for rank, holding in holdings.items()
+    }
+    widths = {name: width for holding in holdings.values() for name, width in holding.widths.items()}
     shared = []
-    for (key, _), parts in sorted(found.items()):
-        rows, columns = next(iter(parts.values())).shape
-        if sum(part.elements for part in parts.values()) < rows * columns:
+    for (key, _), parts in sorted(_parts(holdings).items()):
+        if _are_lacking(parts):
             raise AssertionError(f"the ranks {sorted(parts)} lack elements of matrix {key[1]} of {key[0]}")
         owner = min(parts, key=lambda rank: (-parts[rank].elements, loads[rank], rank))
         loads[owner] += work(parts[owner].shape)
         shared.append(SharedMatrix(key, owner, parts, widths[key[0]]))
     return shared
+
+
+def is_complete(holdings: Mapping[int, MatrixHolding]) -> bool:
+    """Return whether ranks have all elements of the matrices of which any of them has some."""
+    return not any(map(_are_lacking, _parts(holdings).values()))
+
+
+def _parts(holdings: Mapping[int, MatrixHolding]) -> dict[tuple[Key, tuple[int, ...]], dict[int, Region]]:
+    """Return the parts by rank, of the matrices that no rank has whole, for the ranks that have them together."""
+    found: dict[tuple[Key, tuple[int, ...]], dict[int, Region]] = {}
+    for rank, holding in sorted(holdings.items()):
+        for name, regions in holding.regions.items():
+            members = _members(holdings, rank) if name in holding.split else tuple(sorted(holding.sharers))
+            for region in regions:
+                if not region.is_whole:
+                    found.setdefault(((name, region.number), members), {})[rank] = region
+    return found
+
+
+def _are_lacking(parts: Mapping[int, Region]) -> bool:
+    rows, columns = next(iter(parts.values())).shape
+    return sum(part.elements for part in parts.values()) < rows * columns
 
 
 def _members(holdings: Mapping[int, MatrixHolding], rank: int) -> tuple[int, ...]:
