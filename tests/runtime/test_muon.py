@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.optim.kinds.inner_step import step_inner
 from smp_runtime.optim.matrices.muon import MuonUpdate, update_matrices
 from smp_runtime.optim.matrices.ownership import MatrixHolding, in_rounds, share_out
@@ -328,6 +329,37 @@ def test_updates_in_float32_are_pytorchs(settings: dict[str, Any]) -> None:
     assert torch.equal(stack[1], theirs[2])
     for their, own in zip(theirs, near, strict=True):  # on the CPU fewer roundings; updates are about 0.02 of a weight
         torch.testing.assert_close(own, their, rtol=0, atol=2e-3)
+
+
+@needs_pytorch_muon
+def test_a_state_of_pytorchs_is_gone_on_from() -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(6, 6)) for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    theirs = torch.optim.Muon(weights[:1], lr=0.02, momentum=0.5)
+    mine = smp.optimizers.Muon([{"params": weights[1:], "use_muon": True}])
+    for step in range(3):
+        gradient = torch.randn(6, 6)
+        for weight in weights:
+            weight.grad = gradient.clone()
+        theirs.step()
+        if step == 0:
+            weights[1].data.copy_(weights[0].data)
+            mine.load_state_dict(theirs.state_dict())
+        else:
+            mine.step()
+    assert mine.param_groups[0]["momentum"] == 0.5
+    former, kept = theirs.state[weights[0]], mine.state[weights[1]]
+    assert torch.equal(kept["momentum_buffer"], former["momentum_buffer"])
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("former", ["AdamW", "SGD"])
+def test_a_state_of_another_optimizer_is_refused(former: str) -> None:
+    made = smp.optimizers.Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
+    keys = [{"step", "exp_avg", "exp_avg_sq"}]  # which the part of AdamW has, too
+    with pytest.raises(CheckpointError, match=f"has the state of {former}, which cannot be loaded into Muon"):
+        refuse_state_of_others(made, made.state_dict()["param_groups"], keys, "the file", former)
 
 
 def _with_pytorchs(split: bool) -> dict[str, torch.Tensor]:

@@ -13,6 +13,8 @@ from smp_runtime.errors import CheckpointError
 
 #: Kinds that keep the same values and mean the same by them.
 _ALIKE = [{"Adam", "AdamW"}]
+#: Classes that older releases of PyTorch lack, and this library has under the same name.
+_LATER = {"Muon"}
 #: Settings that ask for kernels of another device, or for graphs.
 _OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 #: Of parameters that an update is tried on: some kinds keep other values of a matrix, or take nothing else.
@@ -74,7 +76,7 @@ def _are_of_pytorch(*kinds: str) -> bool:
     """Return whether all names are of classes of ``torch.optim``, so that a name identifies the class."""
     if not all(kinds):
         return False
-    return all(isinstance(getattr(torch.optim, kind, None), type) for kind in kinds)
+    return all(kind in _LATER or isinstance(getattr(torch.optim, kind, None), type) for kind in kinds)
 
 
 def _are_alike(kind: str, other: str) -> bool:

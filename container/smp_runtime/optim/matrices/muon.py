@@ -254,6 +254,13 @@ class Muon(ApexOptimizer):
                     code="SMP304",
                 )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state, also one of PyTorch's Muon, whose groups have matrices only."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in {**self.defaults, "use_muon": True}.items():
+                group.setdefault(name, value)
+
     def use_matrices(self, matrices: WholeMatrices | None) -> None:
         """Use ``matrices`` from now on, since parameters may be parts and other ranks have the rest."""
         self._whole = matrices
