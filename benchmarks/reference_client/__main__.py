@@ -78,10 +78,13 @@ class Client:
             "HF_HUB_OFFLINE": "1",
         }
         environment["OMP_NUM_THREADS"] = "1"
-        with open(folder / "log.txt", "w") as log:
-            ended = subprocess.run(
-                command, cwd=self.scripts, env=environment, stdout=log, stderr=log, timeout=self.limit
-            ).returncode
+        try:
+            with open(folder / "log.txt", "w") as log:
+                ended = subprocess.run(
+                    command, cwd=self.scripts, env=environment, stdout=log, stderr=log, timeout=self.limit
+                ).returncode
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no end within {self.limit:.0f} s: {folder / 'log.txt'}") from None
         if ended:
             raise RuntimeError(f"exit status {ended}: {folder / 'log.txt'}")
         (folder / "done").touch()
@@ -157,7 +160,7 @@ def main() -> int:
         try:
             losses, weights = client.compare(case)
             verdict = "equal" if losses <= case.tolerance else "DIFFERENT"
-        except (RuntimeError, subprocess.TimeoutExpired, OSError, ValueError, AssertionError) as error:
+        except (RuntimeError, OSError, ValueError, AssertionError) as error:
             verdict = f"FAILED: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         rows.append(f"| {case.name} | {case.tolerance:.0e} | {losses:.1e} | {weights:.1e} | {verdict} |")
         print(rows[-1], f"{time.monotonic() - begin:.0f} s", flush=True)
