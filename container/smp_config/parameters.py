@@ -334,7 +334,8 @@ class ModelParallelParameters(BaseModel):
             )
         if self.load_partition and not self.partition_file:
             raise ValueError("load_partition is true but partition_file is missing; name the file to read")
-        if self.partition_file and (why := why_no_path(self.partition_file)) is not None:
+        why = why_no_path(self.partition_file) if self.partition_file else None
+        if why is not None:
             raise ValueError(f"partition_file {why}")
         if self.tracing_rank is not None and self.tracing_rank >= stages:
             raise ValueError(

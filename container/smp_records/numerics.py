@@ -303,11 +303,13 @@ class Guards:
         finite, spike, replicas = False, None, None
         for word in filter(None, (part.strip() for part in text.split(","))):
             name, _, number = word.partition("=")
+            limit = parse_number(number) if name == "spike" else None
+            count = parse_count(number, MOST_EVERY) if name == "replicas" else None
             if word == "finite":
                 finite = True
-            elif name == "spike" and (limit := parse_number(number)) is not None and limit > 1:
+            elif limit is not None and limit > 1:
                 spike = limit
-            elif name == "replicas" and (count := parse_count(number, MOST_EVERY)) is not None:
+            elif count is not None:
                 replicas = count
             else:
                 raise ConfigError(

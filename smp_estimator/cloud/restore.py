@@ -113,9 +113,10 @@ def restore_parameters(params: dict[str, Any], job_details: dict[str, Any]) -> d
     for key, name in (("S3Uri", "checkpoint_s3_uri"), ("LocalPath", "checkpoint_local_path")):
         if checkpoints.get(key):
             params[name] = checkpoints[key]
-    if is_file_uri(params.get("source_dir")):
-        params["source_dir"] = str(path_of(params["source_dir"]))
-    elif (place := params.get("source_dir")) and str(place).startswith(_CODE_IN_CONTAINER):
+    place = params.get("source_dir")
+    if is_file_uri(place):
+        params["source_dir"] = str(path_of(str(place)))
+    elif place and str(place).startswith(_CODE_IN_CONTAINER):
         params["source_dir"] = _address_of_code(job_details) or place
     return params
 

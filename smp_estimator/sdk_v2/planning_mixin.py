@@ -82,7 +82,8 @@ class PlanningMixin:
         settings = self._settings_of_version_1()
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
-        if batch is None and (found := self._batch_of_script()) is not None:
+        found = self._batch_of_script() if batch is None else None
+        if found is not None:
             name, batch = found
             workload["batch_source"] = f"the hyperparameter {name}"
         try:

@@ -88,7 +88,8 @@ def run_job(
             f"spare until another host is lost: {', '.join(job.spares)}"
             + ("" if job.restarts else f"; without {RESTARTS_VARIABLE} none is ever needed")
         )
-    if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
+    warning = None if job.layout.simulated else shared_memory_warning(job.layout.processes_per_host)
+    if warning:
         write_own_line(warning)
     if emulates_cuda(environ):
         write_own_line(EMULATION_LINE)

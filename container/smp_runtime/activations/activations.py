@@ -116,10 +116,11 @@ class Activations:
 
     def _where(self) -> tuple[Any, Any, Any]:
         """Return microbatch and path of the running task, its action, and the planned order."""
-        placement = self.placement
-        if placement is not None and (place := placement.where()) is not None:
+        place = None if self.placement is None else self.placement.where()
+        if place is not None:
             return place
-        return (None if self._ranks is None else self._ranks.step.microbatch, ()), None, None
+        microbatch = None if self._ranks is None else self._ranks.step.microbatch
+        return (microbatch, ()), None, None
 
     def step_begins(self, has_marks: bool) -> None:
         """Prepare for a new step.

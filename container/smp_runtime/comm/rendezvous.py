@@ -44,7 +44,8 @@ def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], sec
     address, port = environ[ADDRESS_VARIABLE], int(environ[PORT_VARIABLE])
     has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = (address, port, rank, size, has_agent)
-    if (known := _stores.get(place)) is not None and _answers(known):
+    known = _stores.get(place)
+    if known is not None and _answers(known):
         return known
     _stores[place] = store = _joined_store(place, environ, timeout)
     return store

@@ -193,7 +193,10 @@ class Session:
 
     def _settle(self) -> None:
         """Wait for pending sends of this rank, which other ranks may still need."""
-        if not self.has_failed and (arrivals := self.ranks.kept(PendingGathers)) is not None:
+        if self.has_failed:
+            return
+        arrivals = self.ranks.kept(PendingGathers)
+        if arrivals is not None:
             arrivals.settle()
 
 

@@ -241,7 +241,8 @@ class _NotedLoads:
         self._replicas = None if replicas is None else weakref.ref(replicas)
 
     def __call__(self, *_: Any) -> None:
-        if self._replicas is not None and (replicas := self._replicas()) is not None:
+        replicas = None if self._replicas is None else self._replicas()
+        if replicas is not None:
             replicas.note_load()
 
     def __reduce__(self) -> tuple[type[_NotedLoads], tuple[()]]:

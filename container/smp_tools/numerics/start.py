@@ -82,9 +82,10 @@ def folder_of(environ: Mapping[str, str]) -> Path | None:
 
 def _begin(session: Session) -> None:
     environ = os.environ
-    if (folder := folder_of(environ)) is not None:
+    folder, every = folder_of(environ), session.ranks.cfg.record_numerics
+    if folder is not None:
         record_numerics(session, folder, every_steps(environ))
-    elif VARIABLE not in environ and (every := session.ranks.cfg.record_numerics):
+    elif every and VARIABLE not in environ:
         record_numerics(session, every=every)
     guards = Guards.of(environ.get(GUARDS_VARIABLE, ""))
     if guards != Guards():

@@ -107,7 +107,9 @@ def _of_cloud(job: str, seconds: float) -> Views:
     log, client = CloudLog(_Session(session), job), session.client("sagemaker")
     while True:
         has_ended = client.describe_training_job(TrainingJobName=job)["TrainingJobStatus"] in ENDED
-        if records := [record for line in log.new_lines() if (record := parse_pace(line)) is not None]:
+        parsed = [parse_pace(line) for line in log.new_lines()]
+        records = [record for record in parsed if record is not None]
+        if records:
             yield records
         if has_ended:
             return

@@ -52,7 +52,8 @@ def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Blo
                 if len(found) == len(blocks):
                     break
         for path, block in blocks.items():
-            if path not in found and (call := _guessed_call(block)) is not None:
+            call = None if path in found else _guessed_call(block)
+            if call is not None:
                 found[path] = call
     return found
 

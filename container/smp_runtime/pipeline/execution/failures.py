@@ -264,7 +264,8 @@ class Alarm:
         Raises:
             StageError: one of them has left.
         """
-        if self.left and (gone := self.left.intersection(stages)):
+        gone = self.left.intersection(stages)
+        if gone:
             stage = min(gone)
             error = StageError(
                 f"rank {self._ranks[stage]} (pipeline stage {stage}) has ended its script or called smp.shutdown(), but rank "

@@ -161,7 +161,7 @@ class TaskScheduler:
                 task.needs = needs
             else:
                 task.part += 1
-            if (order := self.order) is not None and task.part >= order.parts.get(task.key, 0):
+            if self.order is not None and task.part >= self.order.parts.get(task.key, 0):
                 self._diverged(f"{task} waits once more than it did")
             self._running = None
             self._hand_over()
@@ -182,7 +182,7 @@ class TaskScheduler:
     def add(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
         """Add a new task, which can begin once ``events`` have come."""
         self._enqueue(task, events, is_there)
-        if (order := self.order) is not None and task.key not in order.parts:
+        if self.order is not None and task.key not in self.order.parts:
             self._diverged(f"{task} was not asked for in the recorded step")
 
     def arrived(self, event: Event) -> None:
@@ -469,7 +469,7 @@ class TaskScheduler:
         if error is not None:
             self._failed(error, task.label)
         elif not self.is_aborted and is_current:
-            if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
+            if self.order is not None and task.part + 1 < self.order.parts.get(task.key, 0):
                 self._diverged(f"{task} waited less often than it did")
             task.code_done = True
             post = self._finished(task)
