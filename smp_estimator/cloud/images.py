@@ -145,7 +145,9 @@ def _cuda_of(image: Any) -> str | None:
     if not isinstance(image, str):
         return None
     tag = re.search(r"cu(\d{2})\d", image)
-    return tag[1] if tag else None
+    if tag is None:
+        return None
+    return tag[1]
 
 
 def is_too_new(cuda: str | None, gpu: str | None) -> bool:

@@ -174,7 +174,9 @@ def _outer(environ: Mapping[str, str]) -> Started | None:
     """Return the innermost launcher that torchrun or another may run below."""
     without_place = None
     for launcher, traits in TRAITS.items():
-        place = place_of(launcher, environ) if launcher is not Launcher.TORCH else None
+        if launcher is Launcher.TORCH:
+            continue
+        place = place_of(launcher, environ)
         if place is None:
             continue
         if traits.gives_way and _missing_meeting_place(environ):

@@ -66,7 +66,8 @@ class StorageMode(TorchDispatchMode):
 
     def _refuse_too_large(self, function: Any, args: Any, kwargs: Any) -> None:
         """Raise torch.OutOfMemoryError for a new tensor that no device has room for, before the host has to find it."""
-        if kwargs["device"] is None or torch.device(kwargs["device"]).type != "cpu":
+        device = kwargs["device"]
+        if device is None or torch.device(device).type != "cpu":
             return
         forms = function(*args, **_on_meta(kwargs))
         size = sum(tensor.nbytes for tensor in _tensors(forms))

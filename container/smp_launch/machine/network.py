@@ -74,7 +74,9 @@ def usable_interface(
     if one_machine:
         # The platform writes "lo" on every system.
         is_loopback = interface == "lo"
-        return LOOPBACK if is_loopback or is_missing else interface
+        if is_loopback or is_missing:
+            return LOOPBACK
+        return interface
     if not is_missing:
         return interface
     return _default_interface(routes) or interface

@@ -84,7 +84,9 @@ def last_step(folder: Path, rank: int | None) -> int | None:
     """
     steps = {}
     for path in folder.iterdir():
-        glance = rank_record.read_glance(path) if path.name.isdecimal() else None
+        if not path.name.isdecimal():
+            continue
+        glance = rank_record.read_glance(path)
         if glance is not None:
             steps[int(path.name)] = glance.step
     furthest = max(steps.values(), default=0)

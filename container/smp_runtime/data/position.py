@@ -81,7 +81,8 @@ class DataPosition:
         """Begin a pass and return its first index; None for an epoch before the resumed one."""
         if self.is_resumed and epoch < self.epoch:
             return None
-        self.first = self.first if epoch == self.epoch else 0
+        if epoch != self.epoch:
+            self.first = 0
         self.epoch, self.index, self.end, self.is_resumed = epoch, self.first, None, False
         return self.first
 

@@ -206,7 +206,9 @@ class Stages:
         if repeats or gathers:
             return PipelineAgreement(ranks.control, ranks.members(Group.DP))
         members = ranks.members(Group.TP)
-        return PipelineAgreement(ranks.control, members) if len(members) > 1 else None
+        if len(members) == 1:
+            return None
+        return PipelineAgreement(ranks.control, members)
 
     def _meeting(self) -> PipelineAgreement | None:
         """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""

@@ -106,8 +106,9 @@ class FirstStageInputs:
             return
         self._next_look *= _LESS_OFTEN
         seen = (repr(spec), [_described(leaf) for leaf in leaves])
-        everyone = self._ranks.control.allgather(seen, self._members)
-        self.travel = any(other != everyone[0] for other in everyone)
+        first, *others = self._ranks.control.allgather(seen, self._members)
+        are_equal = all(other == first for other in others)
+        self.travel = not are_equal
 
 
 def arguments_of_all(ranks: Ranks, members: Sequence[int], arguments: Arguments, name: str) -> list[Arguments]:

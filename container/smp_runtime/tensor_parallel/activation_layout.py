@@ -93,10 +93,11 @@ class ActivationFlow(abc.ABC):
         """Apply dropout to activations as they are laid out inside the block."""
         if not training or probability == 0.0:
             return hidden
+        is_replicated = self._dim is None
         if torch.compiler.is_compiling():
-            return traced.dropout(hidden, probability, replicated=self._dim is None)
+            return traced.dropout(hidden, probability, replicated=is_replicated)
         tracker = RandomTracker.of(self._group)
-        family = tracker.replicated if self._dim is None else tracker.split
+        family = tracker.replicated if is_replicated else tracker.split
         with family(hidden.device):
             return F.dropout(hidden, probability)
 

@@ -95,7 +95,9 @@ class OwnExperts:
             if value.shape == choices.shape:
                 return value.masked_fill(elsewhere, 0.0)
             has_all_experts = value.shape == (choices.shape[0], self._experts)
-            return value.narrow(1, first, here) if has_all_experts else value
+            if has_all_experts:
+                return value.narrow(1, first, here)
+            return value
 
         return tuple(map(mine, args)), {name: mine(value) for name, value in kwargs.items()}
 

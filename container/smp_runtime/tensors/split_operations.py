@@ -380,6 +380,7 @@ def _operation(make: Callable[..., SplittableOperation | None], args: Any, kwarg
         operation = make(*args, **kwargs)
     except TypeError:  # invalid arguments: the operation's own call raises the error
         return None
-    if operation is None or len({t.dtype for t in operation.tensors if _has_gradient(t)}) > 1:
+    if operation is None:
         return None
-    return operation
+    types = {tensor.dtype for tensor in operation.tensors if _has_gradient(tensor)}
+    return operation if len(types) <= 1 else None

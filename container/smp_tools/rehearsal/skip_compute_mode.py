@@ -387,8 +387,9 @@ def _written_places(schema: Any) -> dict[str, int | str]:
     for position, argument in enumerate(schema.arguments):
         if not _is_written(argument.alias_info):
             continue
+        place = argument.name if argument.kwarg_only else position
         for name in argument.alias_info.before_set:
-            places[name] = argument.name if argument.kwarg_only else position
+            places[name] = place
     return places
 
 

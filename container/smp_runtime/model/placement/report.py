@@ -109,7 +109,8 @@ def _lies_in(record: ParameterRecord, path: str) -> bool:
 
 
 def _local_elements(record: ParameterRecord) -> int:
-    whole, place = _elements([record]), record.placement
+    whole = _elements([record])
+    place = record.placement
     if place.tensor_axis is None or place.tensor_slice is None:
         return whole
     length = sum(stop - start for start, stop in intervals(place.tensor_slice))

@@ -48,10 +48,11 @@ def _wait_for_calls() -> None:
 def _find_running_call() -> threading.Thread | None:
     """Return a call that has not ended; None, and no further call can start."""
     with _lock:
-        running = next((thread for thread in _threads if thread.is_alive()), None)
-        if running is None:
-            _is_over.set()
-        return running
+        for thread in _threads:
+            if thread.is_alive():
+                return thread
+        _is_over.set()
+        return None
 
 
 atexit.register(_wait_for_calls)

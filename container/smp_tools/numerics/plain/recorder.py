@@ -246,7 +246,9 @@ class PlainRecorder:
         factor = sum(float(now @ old) for now, old in pairs) / base
         rest = sum(float((now - factor * old).square().sum()) for now, old in pairs)
         is_exact = rest <= _REST * factor**2 * base
-        return factor if is_exact else None
+        if not is_exact:
+            return None
+        return factor
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
