@@ -189,7 +189,9 @@ class Deferral(TorchDispatchMode):
             return None
         # Numbers on the CPU may be combined with tensors on any device.
         with_dims = [tensor for tensor in tensors if tensor.dim()]
-        return self._device_of(with_dims[0]) if with_dims else torch.device("cpu")
+        if not with_dims:
+            return torch.device("cpu")
+        return self._device_of(with_dims[0])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was created in this context and has no values yet."""

@@ -174,8 +174,10 @@ class _Pickler(pickle.Pickler):
         if kind is None:
             kind = _treatment(type_)
         if kind == _PLAIN:
+            if type_ is not str or self.fast:
+                return None
             # One object for all equal strings, so that the pickler's memory does not depend on interning.
-            return self._strings.setdefault(obj, obj) if type_ is str and not self.fast else None
+            return self._strings.setdefault(obj, obj)
         if kind == _TENSOR:
             index = self._index.setdefault(id(obj), len(self.tensors))
             if index == len(self.tensors):
@@ -184,7 +186,8 @@ class _Pickler(pickle.Pickler):
         if kind == _MODULE and id(obj) in self._modules:
             return "module", self._modules[id(obj)]
         if kind == _DEVICE:
-            return None if obj.index is None or obj.type == "cpu" else ("device", obj.type)
+            is_numbered = obj.index is not None and obj.type != "cpu"
+            return ("device", obj.type) if is_numbered else None
         if kind == _WRAPPER:  # its parts are objects of their own
             return None
         if kind == _FROZEN_SET:
