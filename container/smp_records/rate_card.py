@@ -105,6 +105,7 @@ class RateCard(BaseModel):
         flops_per_second: peak by type, ``"float32"``, ``"float16"``, ``"bfloat16"``; a type that is not here has the peak of
             ``"float32"``. A multiplication and an addition are two operations.
         matrix_part: part of that peak that is reached.
+        attention_part: part of the peak of ``"bfloat16"`` that causal attention reaches, for plans; None: not measured.
         memory_bytes_per_second: peak of the GPU's memory, bytes read and bytes written together.
         memory_part: part of that peak that is reached.
         launch_seconds: seconds that a kernel takes beside its work.
@@ -124,6 +125,7 @@ class RateCard(BaseModel):
     gpus_per_host: int = Field(default=1, ge=1)
     flops_per_second: Mapping[str, _Rate]
     matrix_part: _Part = MATRIX_PART
+    attention_part: _Part | None = None
     memory_bytes_per_second: _Rate
     memory_part: _Part = MEMORY_PART
     launch_seconds: _Seconds = LAUNCH_SECONDS

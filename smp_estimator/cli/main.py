@@ -17,6 +17,7 @@ from smp_config.formats.values import parse_literal as _literal
 from smp_config.machine.instances import instance
 from smp_config.parameters import KEYS
 from smp_config.version2.which_version import choose_version
+from smp_estimator.cli.calibrate import calibrate
 from smp_estimator.cli.commands.checkpoint import checkpoint
 from smp_estimator.cli.commands.images import images
 from smp_estimator.cli.commands.init import init
@@ -44,7 +45,17 @@ _CLOCK_TOLERANCE = 0.01
 #: The commands, as ``--help`` lists them.
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
-    "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images", "manifest"),
+    "Before a job": (
+        "validate",
+        "plan",
+        "rehearse",
+        "suggest",
+        "calibrate",
+        "topology",
+        "models",
+        "images",
+        "manifest",
+    ),
     "A job that runs or has run": ("where", "top", "reshape", "timeline", "profile", "checkpoint"),
     "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
@@ -88,6 +99,7 @@ main.add_command(plan)
 main.add_command(suggest)
 main.add_command(profile)
 main.add_command(rehearse)
+main.add_command(calibrate)
 main.add_command(run)
 main.add_command(where)
 main.add_command(top)

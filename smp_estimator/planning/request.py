@@ -17,9 +17,12 @@ from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape, Weight
+from smp_estimator.planning.rates.fitted import FITTED
+from smp_estimator.planning.rates.kernel_rates import KernelRates
+from smp_records.rate_card import RateCard
 
 if TYPE_CHECKING:
-    from smp_estimator.planning.rates.kernel_rates import KernelRates
+    from smp_config.machine.instances import Instance
 
 #: Part of its published peak that a GPU reaches in the arithmetic of a step, if none is given. Narayanan et al. 2021
 #: measured 44–52 % on A100, with everything else of a step included.
@@ -66,7 +69,8 @@ class Workload:
         compiled: each layer is compiled, so that it keeps only what backward reads.
         float8: matrix products of the layers are in float8, as by torchao; it changes the time only.
         async_tensor: messages of tensor parallelism travel beside the products; it changes the time only.
-        rates: parts of its peaks that the GPU's kernels reach, such as ``smp-estimator calibrate`` measures; None: one part for
+        rates: parts of its peaks that the GPU's kernels reach, or a rate card, or the path of one that ``smp-estimator calibrate``
+            wrote; None: one part for
             everything, ``utilisation``, or for the engine ``"fsdp2"`` those that were fitted to published measurements.
         failures_per_gpu_hour: failures of the job for each of its GPUs; None: as the training of Llama 3 had.
         save_interval: seconds of work between two checkpoints; None: the best.
@@ -329,6 +333,7 @@ def request_for(
         script["batch_source"] = "one sample per microbatch, as none was given" if many else "1, as none was given"
     if script.get("fp32_loss") is None:
         script["fp32_loss"] = is_of_transformers(model)
+    script["rates"] = _rates_given(script.get("rates"), known, parameters)
     described = _workload(script)
     _refuse_two_precisions(described, parameters)
     _refuse_unknown_types(described.prices, instance_type)
@@ -342,6 +347,32 @@ def request_for(
         gpu_memory_bytes=gpu_memory_bytes,
         environment=tuple(sorted((environment or {}).items())),
     )
+
+
+def _rates_given(given: Any, known: Instance | None, parameters: ModelParallelParameters) -> KernelRates | None:
+    """Return rates that were given as such, as a rate card, or as the file of one; None if none were."""
+    if given is None or isinstance(given, KernelRates):
+        return given
+    if isinstance(given, str | Path):
+        try:
+            given = RateCard.from_json(Path(given).read_bytes(), str(given))
+        except OSError as error:
+            raise ConfigError(
+                f"rates is {str(given)!r}, which cannot be read ({error.strerror}); name a card that smp-estimator calibrate wrote",
+                code="SMP110",
+            ) from None
+    if not isinstance(given, RateCard):
+        raise ConfigError(
+            f"rates is {given!r:.80}, {kind_of(given)}; give KernelRates, a RateCard, or the path of one", code="SMP110"
+        )
+    short, long = ("fp16", "float16") if parameters.fp16 else ("bf16", "bfloat16")
+    peak = None if known is None else known.gpu_facts.tflops(short)
+    if known is None or peak is None or known.memory_gb_per_s is None:
+        raise ConfigError(
+            "rates are parts of a GPU's published peaks, and none are known for the instance type; leave rates out",
+            code="SMP110",
+        )
+    return KernelRates.of_card(given, FITTED, long, 1e12 * peak, 1e9 * known.memory_gb_per_s)
 
 
 def _refuse_two_precisions(workload: Workload, parameters: ModelParallelParameters) -> None:

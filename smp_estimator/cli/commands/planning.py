@@ -83,6 +83,9 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--failures-per-gpu-hour", type=float, help="Default: 2e-5, those of the training of Llama 3."),
         click.option("--save-interval", type=float, help="Seconds between two checkpoints; default: the best."),
         click.option("--restart-seconds", type=float, help="From a failure to the next step; default: 600."),
+        click.option(
+            "--rates", type=click.Path(dir_okay=False), help="A rate card that smp-estimator calibrate wrote."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
     for option in reversed(options):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError
+
+if TYPE_CHECKING:
+    from smp_records.rate_card import RateCard
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,39 @@ class KernelRates:
     uncertainty: float
     uncertainty_of_context: float
     sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of_card(cls, card: RateCard, otherwise: KernelRates, dtype: str, peak: float, memory: float) -> KernelRates:
+        """Return the rates of a card, as parts of a GPU's published peaks.
+
+        Args:
+            otherwise: has what a card lacks: links, uncertainties, attention, and the rate of float8 beside half precision.
+            dtype: of matrix products, ``"bfloat16"``.
+            peak: operations per second that the GPU has at most in this type.
+            memory: bytes per second that its memory has at most.
+
+        Raises:
+            ConfigError: the card has no rate for the type.
+        """
+        rate = card.flops_per_second.get(dtype)
+        if rate is None:
+            raise ConfigError(
+                f"the rate card of {card.name} has no flops_per_second of {dtype}, in which the job multiplies matrices; add it, "
+                "or leave the card out",
+                code="SMP110",
+            )
+        matrix = rate * card.matrix_part / peak
+        attention = otherwise.attention * matrix / otherwise.matrix
+        if card.attention_part is not None:
+            attention = card.attention_part * card.flops_per_second.get("bfloat16", rate) / peak
+        return replace(
+            otherwise,
+            matrix=matrix,
+            matrix_float8=otherwise.matrix_float8 * matrix / otherwise.matrix,
+            attention=attention,
+            memory=card.memory_bytes_per_second * card.memory_part / memory,
+            sources=(f"the card of {card.name}", *card.sources[:1], "links and float8: as without it"),
+        )
 
     def slowed(self, part: float, memory: float = 1.0) -> KernelRates:
         """Return the rates of a GPU with a lower clock, because it may take less power, and with slower memory.
