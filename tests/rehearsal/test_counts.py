@@ -314,3 +314,20 @@ def test_a_collective_lets_the_rank_compute_until_it_is_waited_for():
     clock.advance(1.0)
     works[1].wait()
     assert clock.now == 6.0
+
+
+def test_what_was_made_and_freed_before_the_first_step_is_not_reserved():
+    memory = LiveMemory(lambda: RankPhase("start", ""))
+    large, small = torch.empty(2**24), torch.empty(2**8)
+    for tensor in (large, small):
+        memory._note(tensor.untyped_storage(), "empty")
+    assert memory.reserved == 2**26 + 2**21
+    del large, tensor
+    gc.collect()
+    memory.begin_reserving()
+    assert memory.reserved == 2**21
+    memory._note(torch.empty(2**22).untyped_storage(), "empty")  # freed at once
+    assert memory.reserved == 2**24 + 2**21
+    again = torch.empty(2**22 - 2**19)
+    memory._note(again.untyped_storage(), "empty")  # takes the block that was freed
+    assert memory.reserved == 2**24 + 2**21

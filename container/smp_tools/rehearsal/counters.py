@@ -227,6 +227,8 @@ class Counters:
         if self.step == self._steps:
             self._made = self._report()  # before the script lets go of its model
             raise RehearsalOver
+        if self.step == 0:
+            self.memory.begin_reserving()
         if self.step == 1:
             self._first_step_peak = self.memory.peak
         if self.step >= 1:  # the last step counts: by then a pipeline runs in its planned order

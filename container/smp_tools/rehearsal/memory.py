@@ -160,6 +160,14 @@ class LiveMemory:
         """Return the most bytes that PyTorch's allocator has reserved for these storages."""
         return self._allocator.statistics().reserved.peak
 
+    def begin_reserving(self) -> None:
+        """Begin again with the storages of now; a model that is made whole before it is shared out lies in main memory."""
+        with self._lock:
+            self._allocator = CachingAllocator(0, _NO_LIMIT)
+            for entry in sorted(self._alive.values(), key=lambda one: one.born):
+                entry.block = None
+                self._place(entry)
+
     def _place(self, entry: _Storage) -> None:
         """Give the entry a block of its size, in place of the one that it has."""
         self._release(entry)
