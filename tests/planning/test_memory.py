@@ -405,6 +405,9 @@ def test_fsdp2_keeps_a_pipeline_gathered_and_sums_its_gradients_whole() -> None:
     one = planned({**settings, "microbatches": 1}, 1, shape, engine="fsdp2").stages[0]
     assert many.kinds[Kind.GRADIENTS] == 4 * many.elements + many.elements  # whole sums, and 4 bytes over 4 ranks
     assert one.kinds[Kind.GRADIENTS] == one.elements
+    alone = {"bf16": True, "sharded_data_parallel_degree": 4, "ddp": True}
+    passes = planned(alone, 1, shape, engine="fsdp2", accumulation=2).worst
+    assert passes.kinds[Kind.GRADIENTS] == passes.elements  # each pass reduces its own sums
     assert many.kinds[Kind.GATHERED] > 2 * many.elements
     assert many.kinds[Kind.PARAMETERS] == many.elements
     assert "engine fsdp2" in str(planned({**settings, "microbatches": 2}, 2, shape, engine="fsdp2"))

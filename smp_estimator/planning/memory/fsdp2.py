@@ -107,7 +107,8 @@ def stage_of_fsdp2(
         gathered = _HALF * root + of_layer * (total - root)
     else:
         gathered = _HALF * root + of_layer * layer
-    whole = _FP32 * trainable if passes > 1 and shards > 1 else 0
+    # Without stages each pass reduces its own sums, FSDP2's default.
+    whole = _FP32 * trainable if has_stages and passes > 1 and shards > 1 else 0
     # One layer's sums travel while those of the next one are made.
     buckets = 2 * _FP32 * layer + _HALF * layer if shards > 1 else 0
     activations = _activations(request, batch, layers, in_flight, has_loss=has_loss)

@@ -90,7 +90,7 @@ def kernel_seconds(
     update = 28 * held / shards
     if shards > 1:
         gathers = 1 if stages > 1 else 2
-        passes = 1 if stages > 1 else workload.accumulation
+        passes = 1 if stages > 1 else workload.accumulation * parameters.microbatches
         update += passes * (gathers * 6 + 6) * held
     return KernelSeconds(forward, backward, update / moved)
 
