@@ -1,6 +1,7 @@
 """Large operations only allocate, small ones are performed; both look the same from outside."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -205,3 +206,13 @@ def test_the_operator_of_attention_is_the_one_that_a_job_takes():
     choose = functools.partial(torch.ops.aten._fused_sdp_choice, query, key, key, scale=0.1, enable_gqa=True)
     with SkipComputeMode():
         assert choose() == choose.func(*choose.args, **choose.keywords) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another flag for such memory")
+def test_tensors_larger_than_the_memory_of_this_machine():
+    one = torch.zeros(1).expand(2**20, 2**20)  # two of them are 8 TiB
+    with SkipComputeMode():
+        total = (one + one).requires_grad_()
+        (total * total).sum().backward()
+    assert total.grad.shape == one.shape
+    assert total.untyped_storage().nbytes() == 2**42

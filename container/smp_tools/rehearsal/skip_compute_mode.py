@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -41,6 +42,9 @@ _FILLED_BYTES = 256 * 1024
 
 #: Options of the C library's ``malloc``. They keep it from handing out freed memory with old values in it.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+
+#: Linux's flag for memory that is not counted before it is written; Python names it since 3.11.
+_MAP_NORESERVE = 0x4000
 
 _META = torch.device("meta")
 
@@ -329,7 +333,10 @@ def _bytes(shapes: Any) -> int:
 
 def _memory(shape: _Shape, function: Any) -> torch.Tensor:
     """Return memory for a result. If it is small, it contains 1 for a number, 0 for an index, False for a boolean."""
-    made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+    try:
+        made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+    except RuntimeError:
+        return _mapped(shape)
     if shape.nbytes > _FILLED_BYTES:
         return made
     # So a loss is finite, and "are all gradients finite?" is answered with yes.
@@ -337,6 +344,16 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
     is_true = packet_of(function) is torch.ops.aten.all
     made.fill_(1 if is_number or is_true else 0)
     return made
+
+
+def _mapped(shape: _Shape) -> torch.Tensor:
+    """Return memory that the system would not allocate because it has less: a job's GPU may have more than this machine.
+
+    Pages that are not written take none. Its storage cannot be resized.
+    """
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape.size, shape.stride, strict=True))
+    pages = mmap.mmap(-1, reach * shape.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(pages, dtype=shape.dtype).as_strided(shape.size, shape.stride)
 
 
 def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
