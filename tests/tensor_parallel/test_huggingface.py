@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,3 +172,23 @@ def test_answers_gradients_and_states_equal_the_original(ranks, degree, optimize
 def test_with_the_vocabulary_split(ranks, optimize, prescaled):
     names = ["gpt2", "gptj", "llama"]
     ranks(_all, 2, names, {"distribute_embedding": True}, config=_config(2, optimize, prescaled), timeout=100)
+
+
+def test_positions_separate_documents_where_the_original_does() -> None:
+    import transformers as hf
+
+    from smp_runtime.module_conversion.huggingface import causal
+
+    def separates(original: type, use_cache: bool | None, **more: bool) -> bool:
+        facts = {"training": True, "is_gradient_checkpointing": False, **more}
+        model = SimpleNamespace(config=hf.LlamaConfig(use_cache=True), original=original, **facts)
+        return causal.CausalModel._separates(model, use_cache)
+
+    assert separates(hf.LlamaForCausalLM, False)
+    assert not separates(hf.LlamaForCausalLM, None)  # a cache that the original makes has no documents
+    assert separates(hf.LlamaForCausalLM, None, is_gradient_checkpointing=True)
+    assert not separates(hf.LlamaForCausalLM, None, is_gradient_checkpointing=True, training=False)
+    assert not separates(torch.nn.Linear, False)
+    mask = causal._document_mask(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]))
+    assert mask[0, 0].int().tolist() == [[1, 1, 0, 0, 0]] * 2 + [[0, 0, 1, 1, 1]] * 3
+    assert bool(mask[1].all())

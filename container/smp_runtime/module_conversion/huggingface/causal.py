@@ -56,14 +56,18 @@ class CausalModel(DistributedTransformerLMHead):
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: Any = None,
         past_key_values: Any = None,
+        use_cache: bool | None = None,
     ) -> Any:
         """See :class:`DistributedTransformerLMHead`; masks are Hugging Face's, with 1 for a position that counts.
 
-        ``past_key_values`` is its cache, which gets keys and values of this rank's heads.
+        ``past_key_values`` is its cache, which gets keys and values of this rank's heads. Without it and without a mask, positions
+        that begin again separate documents, as in the original.
         """
         from transformers import modeling_outputs as outputs
 
         ids, mask, token_types, positions, labels = inputs
+        if mask is None and positions is not None and past_key_values is None and self._separates(use_cache):
+            mask = _document_mask(positions)
         self._agree_on_inputs(ids, token_types, labels)
         cross = "AndCrossAttentions" if self.with_cross_outputs else ""
         past = past_length(past_key_values)
@@ -81,6 +85,13 @@ class CausalModel(DistributedTransformerLMHead):
         if past_key_values is not None:
             made["past_key_values"] = past_key_values
         return made if return_dict else made.to_tuple()
+
+    def _separates(self, use_cache: bool | None) -> bool:
+        """Return whether the original takes positions that begin again for documents; it does not beside a cache."""
+        if use_cache is None:
+            use_cache = bool(getattr(getattr(self, "config", None), "use_cache", True))
+        makes_cache = use_cache and not (self.training and self.is_gradient_checkpointing)
+        return not makes_cache and self.original is not None and _separates_documents(self.original)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the original's ``generate``; see Transformers."""
@@ -134,6 +145,24 @@ class CausalModel(DistributedTransformerLMHead):
     def is_activation_checkpointing(self) -> bool:
         """Return whether layers keep only their inputs for backward; this is the name in Transformers 5."""
         return self.is_gradient_checkpointing
+
+
+@functools.cache
+def _separates_documents(original: type) -> bool:
+    """Return whether a class of Transformers makes a mask of documents from positions: with this PyTorch, and in this version."""
+    make = getattr(sys.modules.get(original.__module__), "create_causal_mask", None)
+    return make is not None and "position_ids" in inspect.signature(make).parameters and _masks_documents()
+
+
+def _masks_documents() -> bool:
+    return torch.torch_version.TorchVersion(torch.__version__) >= (2, 6)  # as Transformers asks
+
+
+def _document_mask(positions: torch.Tensor) -> torch.Tensor:
+    """Return a mask, ``[batch, 1, seq, seq]``, that is True for positions of one document: each is one more than the former."""
+    begins = torch.diff(positions, dim=-1) != 1
+    documents = torch.nn.functional.pad(begins, (1, 0)).cumsum(-1)
+    return (documents[:, :, None] == documents[:, None, :])[:, None]
 
 
 def _causal_output(outputs: Any, with_cross: bool) -> Any:
@@ -272,7 +301,7 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
         )
         if inputs[0] is None:
             raise SMPUserError(f"{kind.__name__} got no input_ids; pass them", code="SMP307")
-        kept = ("logits_to_keep", "num_items_in_batch", "past_key_values")
+        kept = ("logits_to_keep", "num_items_in_batch", "past_key_values", "use_cache")
         options = {name: given[name] for name in kept if given.get(name) is not None}
         if given.get("return_dict") is False:
             options["return_dict"] = False
