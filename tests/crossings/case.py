@@ -93,6 +93,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "hooked": (False, True),
     "unchecked": (False, True),
     "later_group": (False, True),
+    "packed": (False, True),
     "use": ("once", "twice", "teacher", "penalty"),
     "net": tuple(NETS),
 }
@@ -125,6 +126,9 @@ EVENTS = (
 _ROUNDABLE = ("sgd", "momentum")
 #: Models whose forward pass changes buffers, or parameters that nothing trains.
 _CHANGING = ("images", "averaging", "follower", "normed")
+
+#: Models with functions that only ranks that share sequences out call.
+_OF_SEQUENCES = ("flexible", "ranges")
 
 #: Those that take norms of whole tensors, or whole matrices.
 _OF_TENSORS = ("lamb", "novograd", "muon")
@@ -176,6 +180,7 @@ class Case:
     hooked: bool = False
     unchecked: bool = False
     later_group: bool = False
+    packed: bool = False
     use: str = "once"
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
@@ -321,6 +326,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
     """
     chance = random.Random(f"{seed}/{number}")
     values = {name: chance.choice(choices) for name, choices in AXES.items()} | dict(given or {})
+    if values["net"] in _OF_SEQUENCES and "topology" not in (given or {}):
+        values["topology"] = chance.choice(list(CONTEXT))
     if chance.random() < 0.4 and "precision" not in (given or {}):  # most faults are silent where nothing is rounded
         values["precision"] = "float64"
     if chance.random() < 0.6:  # it takes longer than all the rest of a case
@@ -354,6 +361,7 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["scaled"] = False  # the optimizer does it; a scaler leaves what its optimizer does not have
     if values["schedule"] == "virtual_stages":
         values["manual"] = False  # the script would place everything itself
+    values["packed"] = values["packed"] and NETS[values["net"]].packs
     events = _events(chance, values)
     case = Case(**values, events=events)
     if case.shares_sequences_out:
@@ -383,7 +391,7 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "drop_gradients"  # a step that failed has changed them all the same
         # Few models can: those that can do it in place of other events too.
         generates = values["precision"] in ("float64", "float32") and NETS[values["net"]].generates
-        if generates and kind in ("evaluate", "double_batch", "lower_rate"):
+        if generates and kind in ("evaluate", "double_batch", "lower_rate", "scale_gradients"):
             kind = "generate"
         if kind == "generate" and not generates:
             kind = "evaluate"

@@ -30,6 +30,7 @@ class Net:
         varies: whether samples may have another length.
         from_transformers: whether the library makes it.
         generates: whether it has a method ``generate``.
+        packs: whether positions that begin again separate documents, which its loss takes as the last of a batch.
         writes: parameters into which its forward pass writes other values with each call.
     """
 
@@ -41,6 +42,7 @@ class Net:
     varies: bool = False
     from_transformers: bool = False
     generates: bool = False
+    packs: bool = False
     writes: tuple[str, ...] = ()
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -69,6 +71,13 @@ def _images(step: int, size: int, length: int) -> Batch:
 def _tokens(step: int, size: int, length: int) -> Batch:
     found = torch.randint(VOCABULARY, (size, length + 1), generator=_generator(step))
     return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def document_positions(step: int, size: int, length: int) -> torch.Tensor:
+    """Return positions of samples that are two documents each, of other lengths in each sample."""
+    ends = torch.randint(1, length, (size, 1), generator=_generator(step))
+    places = torch.arange(length).expand(size, length)
+    return torch.where(places < ends, places, places - ends)
 
 
 def _square(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -118,11 +127,14 @@ def _of_transformers(name: str, layers: str, **settings: Any) -> Net:
         )
         return transformers.AutoModelForCausalLM.from_config(config)
 
-    def loss(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = F.cross_entropy(_wide(model(input_ids=ids)[0]).flatten(0, 1), target.flatten())
+    def loss(
+        model: nn.Module, ids: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = {} if positions is None else {"position_ids": positions}
+        found: torch.Tensor = F.cross_entropy(_wide(model(input_ids=ids, **given)[0]).flatten(0, 1), target.flatten())
         return found
 
-    return Net(make, _tokens, loss, layers, varies=True, from_transformers=True, generates=True)
+    return Net(make, _tokens, loss, layers, varies=True, from_transformers=True, generates=True, packs=True)
 
 
 _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
@@ -159,6 +171,8 @@ NETS: dict[str, Net] = {
         writes=tuple(f"layers.{i}.teacher.{name}" for i in range(3) for name in ("weight", "bias")),
     ),
     "chained": Net(own.Chained, _vectors, _square, varies=True),
+    "flexible": Net(lambda: Perceptron(lambda: own.Documents(own.attend_flexibly), 2), _vectors, _square, varies=True),
+    "ranges": Net(lambda: Perceptron(lambda: own.Documents(own.attend_to_ranges), 2), _vectors, _square, varies=True),
     "adapters": Net(own.Adapters, _vectors, _square, varies=True),
     "mixture": Net(lambda: Perceptron(own.Expert, 2), _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),

@@ -368,3 +368,52 @@ class Adapters(Perceptron):
     def __init__(self) -> None:
         super().__init__(Adapted)
         self.enter.requires_grad_(False)
+
+
+class Documents(nn.Module):
+    """Attention inside documents of three positions, by functions of PyTorch that have no kernels for this processor.
+
+    Ranks that share a sequence out compute them without these kernels. Whole sequences get a mask.
+
+    Args:
+        attend: ``attend(q, k, v, ends)`` for sequences, ``[batch, heads, seq, width]``.
+    """
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        q, k, v = (part.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for part in self.mix(self.norm(x)).chunk(3, -1))
+        places = torch.arange(length)
+        if type(q) is torch.Tensor:
+            seen = (places[:, None] >= places) & (places[:, None] // 3 == places // 3)
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        else:
+            found = self.attend(q, k, v, torch.tensor([*range(0, length, 3), length], dtype=torch.int32))
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+def attend_flexibly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Attend with a mask that is a function of two positions."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query >= key) & (query // 3 == key // 3)
+
+    length = q.shape[2]
+    found = flex_attention(q, k, v, block_mask=create_block_mask(sees, None, None, length, length, device="cpu"))
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def attend_to_ranges(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Attend to one range of keys for each document; each sample is a batch of its own."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True)
+    samples = [[part.transpose(0, 1) for part in row] for row in rows]
+    found = [varlen_attn(*sample, ends, ends, 3, 3, window_size=(-1, 0)).transpose(0, 1) for sample in samples]
+    return torch.stack(found)

@@ -64,6 +64,7 @@ FIXED = {
     "layers that are frozen and divided go on undivided": Case(
         topology="tp2", prescaled=True, events=(Event(1, "freeze"), Event(2, "reshape", "dp2"))
     ),
+    "two documents in each sample, whose layers are divided": Case(topology="tp2", net="gpt2", packed=True),
     "stages by hand with a batch per tensor parallel rank": Case(topology="pp2-tp2", microbatches=2, manual=True),
     "patches of images on a stage that is divided": Case(topology="pp2-tp2", microbatches=2, precision="bf16", net="vit"),
     "a late Llama is traced": Case(topology="pp2", microbatches=4, delayed=True, net="llama", schedule="simple"),

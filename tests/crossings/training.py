@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from crossings.case import BATCH, STEPS, Case, Event
-from crossings.nets import LENGTH, Batch
+from crossings.nets import LENGTH, Batch, document_positions
 from crossings.version2_nets import find_net
 from support.models.models import part
 from torch import nn
@@ -198,6 +198,8 @@ class Training:
     def batch(self, step: int) -> Batch:
         """All samples of a step."""
         found = self.net.batch(step, self.size, self.length)
+        if self.case.packed:
+            found += (document_positions(step, self.size, self.length),)
         return tuple(tensor.to(self.case.dtype) if tensor.is_floating_point() else tensor for tensor in found)
 
     def apply(self, event: Event) -> None:

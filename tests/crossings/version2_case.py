@@ -52,6 +52,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "grouped": (False, True),
     "zeroes": (False, True),
     "begins_frozen": (False, True),
+    "packed": (False, True),
     "use": ("once", "twice", "teacher"),
     "net": tuple(VERSION2_NETS),
 }
@@ -108,6 +109,7 @@ class Version2Case:
     grouped: bool = False
     zeroes: bool = False
     begins_frozen: bool = False
+    packed: bool = False
     use: str = "once"
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
@@ -224,12 +226,12 @@ def _draw_events(chance: random.Random, case: Version2Case) -> tuple[Event, ...]
 
 def _fitting(kind: str, topology: str, case: Version2Case) -> list[str]:
     """Return the topologies in which a training may go on."""
-    world, _, tp, ep = TOPOLOGIES[topology]
+    world, _, tp, _ = TOPOLOGIES[topology]
     if kind == "resume_local":
         return [topology]
     found = []
     for name, degrees in TOPOLOGIES.items():
-        fits = kind == "resume_full" or degrees[2:] == (tp, ep)
+        fits = kind == "resume_full" or degrees[2] == tp
         has_experts = degrees[3] == 1 or (
             case.net in _MIXTURES and (degrees[3] == 2 or case.net != "mixtral")
         )  # of two
@@ -262,6 +264,8 @@ def _fit_model(case: Version2Case) -> dict[str, Any]:
         values["delayed"] = "none"
     if case.passes == 1:
         values["without_sync"] = False
+    if not net.packs:
+        values["packed"] = False
     if case.delayed != "none" and case.net == "tied":  # accelerate breaks ties, and the model has no tie_weights
         values["delayed"] = "none"
     values |= _fit_recomputation(case)
@@ -302,8 +306,8 @@ def _fit_sharding(case: Version2Case) -> dict[str, Any]:
         values["joined"] = False
     if values.get("joined", case.joined):
         values["grouped"] = False
-    # FSDP's own norm cannot be had in float64 if a unit has no gradients.
-    has_norm = case.shards_by == "function" or case.precision != "float64" or not mixes
+    # FSDP's own norm is float32, which PyTorch refuses to compute from float64.
+    has_norm = case.shards_by == "function" or case.precision != "float64"
     if case.clipping == "own" and (case.splits or case.shares_experts or not has_norm):
         values["clipping"] = "library"
     return values

@@ -5,8 +5,9 @@ from __future__ import annotations
 from crossings.nets import NETS, Net
 from support.models.version2_mixtures import make_listed, make_tabled
 
-#: Those whose samples decide which parameters are gathered, and which write into weights that are gathered.
-_WITHOUT = ("forked", "clamped", "mixture", "follower")
+#: Those whose samples decide which parameters are gathered, which write into weights that are gathered, and which need ranks that
+#: share sequences out.
+_WITHOUT = ("forked", "clamped", "mixture", "follower", "flexible", "ranges")
 
 _TOKENS = NETS["tied"]
 

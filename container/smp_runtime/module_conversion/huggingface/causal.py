@@ -155,7 +155,7 @@ def _separates_documents(original: type) -> bool:
 
 
 def _masks_documents() -> bool:
-    return torch.torch_version.TorchVersion(torch.__version__) >= (2, 6)  # as Transformers asks
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.6"  # as Transformers asks
 
 
 def _document_mask(positions: torch.Tensor) -> torch.Tensor:
