@@ -183,14 +183,3 @@ def second_connection(control: ControlPlane, prefix: str, purpose: str) -> Secon
         return SecondConnection(dist.PrefixStore(prefix, store.clone()), secret)
     except RuntimeError:  # a store of another kind
         return None
-
-
-def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
-    """Return an exchange for another thread.
-
-    None if this version of PyTorch cannot make a second connection to its store. Every rank calls it.
-    """
-    if control.size == 1:
-        return ControlExchange(control)
-    found = second_connection(control, "smp-checkpoint", f"checkpoint {title}")
-    return None if found is None else StoreExchange(found.store, control.rank, control.size, title, found.secret)

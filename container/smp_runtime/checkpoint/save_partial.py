@@ -39,7 +39,13 @@ from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
 from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated_parameters
-from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
+from smp_runtime.checkpoint.rank_agreement import (
+    ControlExchange,
+    Exchange,
+    SecondConnection,
+    StoreExchange,
+    second_connection,
+)
 from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
@@ -113,6 +119,7 @@ class Saver:
         self._error: Exception | None = None
         self.arena = StagingArena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
+        self._connection: SecondConnection | None = None
         #: Of the save that is written, whose tensors the next update would change.
         self._snapshot: TensorSnapshot | None = None
         #: Whether something else than an update has changed the optimizer's state during a save.
@@ -238,11 +245,20 @@ class Saver:
         self._thread.start()
 
     def _background_exchange(self, title: str) -> Exchange | None:
-        """Return the exchange that the ranks use while training continues; None on all ranks if one has none."""
+        """Return the exchange that the ranks use while training continues; None on all ranks if one has none.
+
+        The connection is made in the first save: it takes several messages, for which training would wait each time.
+        """
         control = self._session.ranks.control
-        exchange = background_exchange(control, title)
-        if all(control.allgather(exchange is not None, list(range(control.size)))):
-            return exchange
+        if control.size == 1:
+            return ControlExchange(control)
+        if self._connection is None:
+            found = second_connection(control, "smp-checkpoint", "checkpoints")
+            if all(control.allgather(found is not None, list(range(control.size)))):
+                self._connection = found
+        if self._connection is not None:
+            # One save uses it at a time, and the title, which no other save has, is part of what is sealed.
+            return StoreExchange(self._connection.store, control.rank, control.size, title, self._connection.secret)
         if control.rank == 0:
             logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         return None
