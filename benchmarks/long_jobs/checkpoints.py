@@ -2,9 +2,11 @@
 
     python benchmarks/long_jobs/checkpoints.py                 # 32 million parameters, two ranks, this machine's disk
     python benchmarks/long_jobs/checkpoints.py --ranks 1 --hidden 512 --folder /mnt/slow
+    python benchmarks/long_jobs/checkpoints.py --folder /dev/shm --rounds 16   # without a disk
 
 Each round saves once at once and once with ``async_save``, and so does torch.distributed.checkpoint (DCP) with the same model
-under FSDP2, all in turns; the *stall* is the time that the call takes away from training. ``reshard``: the checkpoint of all
+under FSDP2, all in turns. A save at once ends when the oldest checkpoint is removed, on both sides; its processor time is that of
+all threads of all ranks. The *stall* is the time that the call takes away from training. ``reshard``: the checkpoint of all
 ranks is loaded by ranks that hold whole tensors, weights and state. Bounds: a save writes each byte of the state once, so its
 least time is bytes ÷ the rate at which the same folder takes one plain file with fsync and a sha256, measured here too; a load
 holds its shard and the largest tensor. Nothing is claimed about networks, or about how much slower steps are while the thread
@@ -55,6 +57,8 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     import smdistributed.modelparallel.torch as smp
+    from smp_runtime.checkpoint.folder_transaction import FolderRemoval
+    from smp_runtime.job.session import current_session
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -85,10 +89,16 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
         for kind in ("sync", "async"):
             for name, (save, step_once, wait) in sides.items():
                 smp.barrier()
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 save(kind)
+                if kind == "sync" and name == "ours":
+                    FolderRemoval.of(current_session()).wait()
+                took = time.perf_counter() - start
+                worked: list[Any] = [None] * ranks
+                dist.all_gather_object(worked, time.process_time() - busy)
                 if number:  # the first allocates the buffers
-                    times.setdefault((name, kind), []).append(time.perf_counter() - start)
+                    times.setdefault((name, kind), []).append(took)
+                    times.setdefault((name, f"{kind} processor"), []).append(sum(worked))
                 step_once()
                 wait()
     elements = sum(p.numel() for p in model.parameters())
@@ -129,6 +139,7 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
         save = compared(times["ours", "sync"], times["peer", "sync"]) | {
             "over_plain_file": round(synchronous / plain, 2)
         }
+        save |= compared(times["ours", "sync processor"], times["peer", "sync processor"], "processor_")
         stall = compared(times["ours", "async"], times["peer", "async"])
         stall["over_sync"] = round(statistics.median(times["ours", "async"]) / synchronous, 3)
         stall["peers_over_its_sync"] = round(
@@ -142,14 +153,14 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
     smp.shutdown()
 
 
-def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+def compared(ours: list[float], theirs: list[float], what: str = "") -> dict[str, Any]:
     """Return the seconds of both sides, and the ratio of neighbours."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {
-        "ours_s": round(statistics.median(ours), 4),
-        "peer_s": round(statistics.median(theirs), 4),
-        "time_ratio": round(statistics.median(ratios), 3),
-        "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        f"{what}ours_s": round(statistics.median(ours), 4),
+        f"{what}peer_s": round(statistics.median(theirs), 4),
+        f"{what}time_ratio": round(statistics.median(ratios), 3),
+        f"{what}ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
     }
 
 
