@@ -10,6 +10,7 @@ from smp_config.error_codes import Coded
 from smp_config.machine.instances import GIB, instance
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
+from smp_estimator.planning.timing.goodput import Goodput, JobFailures, goodput
 from smp_estimator.rehearsal.curves import memory_curves, partition_of
 from smp_estimator.timeline.memory_figure import memory_areas
 
@@ -101,6 +102,16 @@ class Rehearsed(Shown):
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Return the hours and price with failures at the rate of a published training; None if the hours are not known."""
+        if not self.training_hours:
+            return None
+        request, known = self.rehearsal.request, instance(self.rehearsal.request.instance_type or "")
+        saved = sum(self.fullest.classes.get(kind, 0) for kind in ("parameter", "optimizer state"))
+        price = None if known is None or known.usd_per_hour is None else known.usd_per_hour * request.hosts
+        return goodput(3600 * self.training_hours, JobFailures.of_job(request.ranks, saved), usd_per_hour=price)
+
     def to_dict(self) -> dict[str, object]:
         """Return all figures for JSON.
 
@@ -122,6 +133,7 @@ class Rehearsed(Shown):
                 "training_epochs": self.training_epochs,
                 "training_hours": self.training_hours,
                 "training_usd": self.training_usd,
+                "goodput": None if self.goodput is None else self.goodput.to_dict(),
             },
         }
 
@@ -186,6 +198,8 @@ class Rehearsed(Shown):
             lines.append(
                 ("training", [f"{self.training_steps:,} steps{epochs} take {_hours(self.training_hours)}{price}"])
             )
+        if self.goodput is not None:
+            lines.append(("with failures", [str(self.goodput)]))
         lines += [("unused", [_why_unused(one)]) for one in self.unused]
         for one in self.rehearsal.kinds:
             if one.idle_modules and one not in self.unused:

@@ -89,6 +89,10 @@ def test_hours_and_price_follow_from_the_pipeline_s_order_and_what_is_done_aroun
     assert found.rehearsal.step_seconds == pytest.approx(8.0)
     assert found.training_hours == pytest.approx(1.0)
     assert found.training_usd == pytest.approx(10 * instance("ml.p4d.24xlarge").usd_per_hour)
+    assert found.goodput.work == pytest.approx(3600)
+    assert found.goodput.usd_per_hour == pytest.approx(10 * instance("ml.p4d.24xlarge").usd_per_hour)
+    assert found.to_dict()["found"]["goodput"]["hours"] >= 1
+    assert "a checkpoint every" in str(found)
     assert "450 steps take 1.0 h" in str(found)
     assert "idle 60%, 50%" in str(found)
 
