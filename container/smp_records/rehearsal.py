@@ -217,9 +217,7 @@ class KindReport(BaseModel):
     active_microbatches: int = 1  # that may be in flight
     in_flight: dict[int, int] = {}  # by stage, the most that are in the planned order; on the stage that plans
     host_peak_bytes: int = 0  # offloaded activations that lie in main memory, at most
-    reserved_bytes: int = (
-        0  # that PyTorch's allocator would reserve at most, with all tensors on one stream; 0: not counted
-    )
+    reserved_bytes: int = 0  # that PyTorch's allocator would reserve on one stream, at most; 0: not counted
     pipeline_blocks: dict[int, list[TimedBlock]] = {}  # by stage, its part of that order
     blocks: list[TimedBlock] = []  # of the last step, of a job without a pipeline
     epoch_batches: int | None = None  # of the loader that is read; None if there is none, or it has no length
