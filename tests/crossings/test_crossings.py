@@ -282,6 +282,17 @@ def test_a_combination_of_version_2_trains_as_one_process(runner: Runner, name: 
     assert (outcome.kind, outcome.detail) == ("equal", "")
 
 
+def _loads_at_other_expert_degree(case: Version2Case) -> bool:
+    """Return whether a sharded checkpoint goes from one expert parallel degree to another."""
+    former = case.topology
+    for event in (event for event in case.events if event.goes_to):
+        before, after = (version2_case.TOPOLOGIES[name][3] for name in (former, event.goes_to))
+        if event.kind in ("resume_sharded", "resume_async") and before != after:
+            return True
+        former = event.goes_to
+    return False
+
+
 def test_every_value_of_version_2_is_drawn() -> None:
     drawn = [draw_version2(3, number) for number in range(2000)]
     assert drawn[:50] == [draw_version2(3, number) for number in range(50)]
@@ -290,6 +301,7 @@ def test_every_value_of_version_2_is_drawn() -> None:
         assert min(found[value] for value in values) >= 25, (name, found)
     events = Counter(event.kind for case in drawn for event in case.events)
     assert min(events[kind] for kind in version2_case.EVENTS) >= 60, events
+    assert sum(_loads_at_other_expert_degree(case) for case in drawn) >= 60
     assert all(case.is_comparable for case in drawn)
     for case in drawn[:200]:
         assert Version2Case.from_json(case.to_json()) == case
