@@ -259,6 +259,9 @@ VERSION_2 = {
         topology="tp2-s2", units="layers", checkpointing="offload", horizon=1, delayed="meta", optimizer="adamw", passes=2,
         net="llama", events=(Event(1, "evaluate"), Event(3, "resume_full", "s4")),
     ),
+    "an optimizer's groups of experts in lists go to another degree": Version2Case(
+        topology="ep2-s2", optimizer="adagrad", net="listed", events=(Event(2, "resume_sharded", "ep4"),)
+    ),
     "experts in blocks that are created when they are sharded": Version2Case(
         topology="ep2", units="layers", delayed="meta", clipping="library", net="mixtral"
     ),

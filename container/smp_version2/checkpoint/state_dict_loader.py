@@ -75,6 +75,7 @@ def load(
         agree(problem, process_group)
     elif problem is not None:
         raise problem
+    names = [group["params"] for group in _named_groups(state_dict)]
     try:
         if has_scales:  # they are no part of what the script loads
             state_dict[eight_bit_state.KEY] = ""
@@ -84,6 +85,9 @@ def load(
             planner=choose_planner(planner, check_keys_matched),
             process_group=process_group,
         )
+        if getattr(reader, "parts", ()):  # of other expert parallel degrees: a part has the names of its own experts
+            for group, own in zip(_named_groups(state_dict), names, strict=True):
+                group["params"] = own
     except CheckpointException as error:
         where = getattr(reader, "checkpoint_id", checkpoint_id)
         raise describe_failures(f"the checkpoint {where} was not loaded", error.failures, process_group) from error
@@ -180,3 +184,16 @@ def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(plain, None, False)
     return dict(planner.state_dict)
+
+
+def _named_groups(state: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups of optimizer states in a state dict, which hold names of parameters."""
+    if not isinstance(state, dict):
+        return []
+    found: list[dict[str, Any]] = []
+    for key, value in state.items():
+        if key == "param_groups" and isinstance(value, list):
+            found += [group for group in value if isinstance(group, dict) and "params" in group]
+        else:
+            found += _named_groups(value)
+    return found
