@@ -301,9 +301,7 @@ class _Judge:
         ours, theirs = totals
         for key in keys:
             one, other = ours[key], theirs[key]
-            if (
-                key.phase != WEIGHT or one.is_bad or other.is_bad
-            ):  # bad numbers are a finding by themselves, or alike in both
+            if key.phase != WEIGHT or one.is_bad or other.is_bad:  # that is a finding by itself, or alike in both
                 continue
             apart += estimate_distance(one.projections, other.projections) ** 2
             size += one.square
