@@ -78,6 +78,9 @@ class Client:
             "HF_HUB_OFFLINE": "1",
         }
         environment["OMP_NUM_THREADS"] = "1"
+        environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = (
+            "1"  # the script loads local checkpoints as before PyTorch 2.6
+        )
         try:
             with open(folder / "log.txt", "w") as log:
                 ended = subprocess.run(
