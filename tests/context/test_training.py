@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.matrix import sampled
@@ -14,6 +16,51 @@ STEPS = 2
 
 def _optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _attend_flexibly(query, key, value, is_causal):
+    from torch.nn.attention import flex_attention as flex
+
+    length = query.shape[2]
+    mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu")
+    return flex.flex_attention(query, key, value, block_mask=mask)
+
+
+def _attend_to_packed(query, key, value, is_causal):
+    """Attention of each sample, as one document among packed ones."""
+    from torch.nn.attention import varlen
+
+    length = query.shape[2]
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    samples = [
+        varlen.varlen_attn(
+            *(each[place].transpose(0, 1) for each in (query, key, value)),
+            ends,
+            ends,
+            length,
+            length,
+            window_size=(-1, 0),
+        )
+        for place in range(query.shape[0])
+    ]
+    return torch.stack(samples).transpose(1, 2)
+
+
+ATTENTIONS = {"flex": _attend_flexibly, "varlen": _attend_to_packed}
+
+
+def _train_with(attention, *args):
+    """One rank's part, with another attention in the model's code."""
+    from support.models import long_sequences
+
+    before = long_sequences.functional
+    long_sequences.functional = SimpleNamespace(
+        scaled_dot_product_attention=ATTENTIONS[attention], cross_entropy=before.cross_entropy
+    )
+    try:
+        return _train(*args)
+    finally:
+        long_sequences.functional = before
 
 
 def _train(steps, dtype, batch, marks):
@@ -95,11 +142,26 @@ SAMPLE = {
 
 @pytest.mark.parametrize("case", sampled(CASES, SAMPLE))
 def test_losses_and_parameters_equal_one_process(ranks, case):
+    _compare(ranks, case, _train)
+
+
+#: Other entry points of attention, and other strategies beside them.
+ENTRIES = [("flex", "alone"), ("flex", "three"), ("varlen", "tensor")]
+
+
+@pytest.mark.parametrize(("attention", "case"), sampled(ENTRIES, [("flex", "three"), ("varlen", "tensor")]))
+def test_other_entry_points_beside_other_strategies(ranks, attention, case):
+    if attention == "varlen":
+        pytest.importorskip("torch.nn.attention.varlen")
+    _compare(ranks, case, _train_with, attention)
+
+
+def _compare(ranks, case, train, *first):
     world, given = CASES[case]
     config = {"ddp": True, "context_parallel_degree": world, **given}
     marks = config.pop("checkpointing", False)
     expected = train_alone(CausalNet().double(), _optimizer, word_batches(STEPS, 4), next_word_loss)
-    for result in ranks(_train, world, STEPS, torch.float64, 4, marks, config=config):
+    for result in ranks(train, world, *first, STEPS, torch.float64, 4, marks, config=config):
         assert result["losses"] == pytest.approx(expected.losses, abs=1e-9)
         for name, value in expected.model.state_dict().items():
             torch.testing.assert_close(
