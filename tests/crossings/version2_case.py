@@ -293,7 +293,7 @@ def _fit_recomputation(case: Version2Case) -> dict[str, Any]:
 def _fit_sharding(case: Version2Case) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if case.optimizer == "muon" and (case.shards_by != "function" or case.splits):  # a rank has parts of matrices
-        values["optimizer"] = "adamw"
+        values["optimizer"] = "momentum" if case.precision in ("autocast", "bf16") else "adamw"
     if case.shards_by == "function":
         values |= {"strategy": "script", "joined": False, "delayed": "none"}
         if case.precision == "bf16" and case.net in ("averaging", "buffered"):  # it leaves buffers in float32

@@ -52,7 +52,10 @@ def test_the_planner_prints_what_the_pages_show(document: Path) -> None:
     assert len(tried) >= 2
     assert any(shown for _, shown in tried)
     for words, shown in tried:
-        if words[0] == "plan" or shown:
+        needs_card = (
+            "--rates" in words
+        )  # which `smp-estimator calibrate` writes on a GPU: tests/rehearsal/test_calibration.py
+        if (words[0] == "plan" and not needs_card) or shown:
             said = flat(call(*words))  # lines are broken elsewhere
             for line in shown.splitlines():
                 assert line == "…" or " ".join(line.split()) in said, f"{shlex.join(words)} does not print: {line}"
