@@ -235,6 +235,19 @@ def _checkpoint() -> None:
     subprocess.run([sys.executable, "train.py"], check=True, timeout=100)
 
 
+def _sharded_checkpoint() -> None:
+    """A partial checkpoint of a job with sharded data parallelism."""
+    Path("train.py").write_text(
+        "import smdistributed.modelparallel.torch as smp, torch\nfrom torch import nn\n"
+        "smp.init()\nmodel = smp.DistributedModel(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))\n"
+        "optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))\n"
+        f"smp.save_checkpoint({str(Path.cwd() / 'checkpoints')!r}, tag='100', partial=True, model=model, optimizer=optimizer)\n"
+    )
+    command = ["smp-estimator", "run", "train.py", "--processes", "2"]
+    command += ["--parameters", '{"sharded_data_parallel_degree": 2, "ddp": true}']
+    subprocess.run(command, check=True, timeout=150)
+
+
 def _distribution() -> None:
     """A distribution as a notebook has it."""
     strategies = {"modelparallel": {"enabled": True, "parameters": {"partitions": 2, "microbatches": 4, "ddp": True}}}
@@ -275,6 +288,7 @@ SCENES: dict[Key, Scene] = {
     ("accelerate.md", "smp-estimator run"): Scene(_script("accelerate.md", "accelerator.prepare")),
     ("version-2.md", "smp-estimator run"): Scene(_script("version-2.md", "tsm.init()")),
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
+    ("how-it-works/checkpoints.md", "--to flat_groups"): Scene(_sharded_checkpoint),
     ("command-line.md", "smp-estimator run"): Scene(_sized, {"DIR": "."}),
     ("estimator.md", "smp-estimator validate"): Scene(_distribution),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
