@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 from smp_version2.moe.experts import find_experts
@@ -34,9 +34,7 @@ def install(device: torch.device) -> Callable[[], None]:
     Args:
         device: of the parameters. On a CPU nothing is offloaded: FSDP would free or overwrite the memory that it goes on using.
     """
-    ends = [_translate_on_save(device)]
-    if device.type == "cpu":
-        ends.append(_keep_moments_apart())
+    ends = [_translate_on_save(device), _gather_moments(device)]
 
     def end() -> None:
         for restore in ends:
@@ -67,18 +65,26 @@ def _translate_on_save(device: torch.device) -> Callable[[], None]:
     return end
 
 
-def _keep_moments_apart() -> Callable[[], None]:
-    """Let full optimizer state hold copies, where PyTorch gathers each kind of moment into the same memory.
+def _gather_moments(device: torch.device) -> Callable[[], None]:
+    """Let state of optimizers be right where PyTorch's is not; return the function that ends it.
 
-    It copies them to the CPU, and a tensor that is there already stays what it is: ``exp_avg`` would get the values of
-    ``exp_avg_sq``.
+    On a CPU it gathers each kind of moment into the same memory, and copies none that is on the CPU already: ``exp_avg`` would
+    get the values of ``exp_avg_sq``. Of units without shards, each rank would give a part of the moments in sharded state, and
+    has all of them: where one copy saves, the others' parts would be missing.
     """
     original = getattr(FullyShardedDataParallel, _GATHER)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def gather(*args: Any, **kwargs: Any) -> dict[str, Any]:
         __tracebackhide__ = True  # reports name the caller
-        return original(*args, **{**kwargs, "cpu_offload": False})
+        given = signature.bind(*args, **kwargs).arguments
+        if device.type == "cpu":
+            given["cpu_offload"] = False
+        if not given.get("full_state_dict", True) and _has_no_shards(given["model"]):
+            given |= {"full_state_dict": True, "rank0_only": False}
+        found: dict[str, Any] = original(**given)
+        return found
 
     setattr(FullyShardedDataParallel, _GATHER, staticmethod(gather))
 
@@ -86,6 +92,12 @@ def _keep_moments_apart() -> Callable[[], None]:
         setattr(FullyShardedDataParallel, _GATHER, staticmethod(original))
 
     return end
+
+
+def _has_no_shards(model: nn.Module) -> bool:
+    """Return whether each rank has the whole of all units of FSDP in a model."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return bool(units) and all(unit.sharding_strategy is ShardingStrategy.NO_SHARD for unit in units)
 
 
 def register(unit: FullyShardedDataParallel) -> None:

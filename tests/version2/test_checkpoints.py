@@ -41,6 +41,12 @@ def test_whole_optimizer_state_has_each_moment(ranks: Any, way: str) -> None:
     assert ranks(training.gather_moments, 2, SHARD, way, init=False) == [[], []]
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_sharded_state_without_shards_is_whole(ranks: Any, joins: bool) -> None:
+    """One of the copies saves: parts of moments on others would be missing."""
+    assert ranks(training.list_parts_of_moments, 2, joins, init=False) == [{"Tensor"}] * 2
+
+
 @pytest.mark.parametrize("way", ["now", "async", "PyTorch"])
 def test_one_of_the_copies_saves_while_the_others_go_on(ranks: Any, tmp_path: Path, way: str) -> None:
     """Public scripts let one copy save and name the group of the model; without sharding that has all ranks, which do not call."""

@@ -33,14 +33,14 @@ class Block(nn.Module):
 class Training:
     """A model with its optimizer and scheduler on this rank."""
 
-    def __init__(self, seed: int, steps: int = 0) -> None:
+    def __init__(self, seed: int, steps: int = 0, *, joined: bool = False) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         torch.manual_seed(seed)
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()).to(torch.float64)
         self.model: Any = FullyShardedDataParallel(
-            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=not joined
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
@@ -99,6 +99,18 @@ def gather_moments(config: dict[str, Any], way: str) -> list[str]:
             optimizer.load_state_dict(full)
         after = optimizer.state_dict()["state"]
         return [f"{at} {name}" for (at, name), value in before.items() if not torch.equal(value, after[at][name])]
+
+
+def list_parts_of_moments(joins: bool) -> set[str]:
+    """Return the types of moments in the sharded state of a model that each rank has whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with joined({"hybrid_shard_degree": 1}):
+        training = Training(0, joined=joins)
+        training.train(2)
+        with _sharded(training):
+            state = FullyShardedDataParallel.optim_state_dict(training.model, training.optimizer)["state"]
+        return {type(value).__name__ for moments in state.values() for value in moments.values()}
 
 
 @contextlib.contextmanager
