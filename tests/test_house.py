@@ -203,6 +203,12 @@ def test_the_layers_of_the_runtime():
             assert layer_of[other] < layer_of[package], where
 
 
+def test_the_layers_of_the_page():
+    rows = re.findall(r"^\| (\d+) \| (`[^|]*) \|", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.M)
+    layers = {int(level): set(re.findall(r"`(\w+)(?:/|\.py)`", names)) for level, names in rows}
+    assert layers == dict(enumerate(LAYERS, start=1))
+
+
 def test_whoever_wraps_a_model_loads_what_waits_for_it():
     """Generation, adapters and saving in Transformers' format are there for scripts that never name ``smp.DistributedModel``."""
     wrapping = {p for p in files_of("smp_integrations") if re.search(r"(= |return )DistributedModel\(", p.read_text())}

@@ -13,6 +13,7 @@ from support.platform.jobs import model_parallel
 
 import smp_estimator
 from smp_config import ConfigError, ModelParallelParameters
+from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED
 from smp_estimator import MPI, ModelParallel
 from smp_estimator.settings import distribution as strategies
 
@@ -81,4 +82,4 @@ def test_the_page_of_parameters_is_up_to_date() -> None:
     """If not: ``python tests/support/documents/stubs.py``."""
     text = stubs.PAGE.read_text(encoding="utf-8")
     assert text == stubs.page()
-    assert "| `pipeline` | `interleaved`, `zero_bubble`, `simple` | `interleaved` |" in text
+    assert f"| `pipeline` | {', '.join(f'`{name}`' for name in DOCUMENTED)} | `{DEFAULT_SCHEDULE}` |" in text

@@ -395,7 +395,7 @@ class Supervisor:
             )
             self.watch = None
         if self._outcome.hang is not None:
-            self._expect(0.0, "hung")
+            self._expect(0.0, "hung")  # overdue at once, which kills the ranks
 
     def _on_overdue(self) -> None:
         running = self._process.poll() is None

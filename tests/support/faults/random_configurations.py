@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from smp_config.schedules import SCHEDULES
+
 #: The same draw in every run.
 SEED = 19
 
@@ -145,7 +147,7 @@ _OPTIONS: dict[str, list[Any]] = {
     "microbatches": [1, 2, 4, 4.0],
     "active_microbatches": [1, 2, 8],
     "virtual_stages": [1, 2],
-    "pipeline": ["interleaved", "simple", "_only_forward"],
+    "pipeline": list(SCHEDULES),
     "optimize": ["memory", "speed"],
     "memory_weight": [0, 0.5, 1.0],
     "placement_strategy": ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"],
