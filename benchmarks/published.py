@@ -30,7 +30,7 @@ _T_H200 = "T llama3-8b_h200_202506"
 
 @dataclass(frozen=True)
 class Row:
-    """The settings of a published job, and the memory and speed that were measured.
+    """Settings, memory and speed of a published job.
 
     Attributes:
         sharded: ranks over which parameters, gradients and optimizer state are sharded, those of context parallelism among them.

@@ -39,7 +39,7 @@ _SAVED_AFTER = 3
 
 
 class Client:
-    """The client's folder, and that of the results."""
+    """Folders of the client and of the results."""
 
     def __init__(self, scripts: Path, out: Path, limit: float) -> None:
         self.scripts, self.out, self.limit = scripts, out, limit

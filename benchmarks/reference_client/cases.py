@@ -68,7 +68,7 @@ REFERENCES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and the job that it must equal.
+    """A job and its reference, whose losses it must equal.
 
     Attributes:
         model: its name in :data:`MODELS`.

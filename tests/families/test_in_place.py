@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models.huggingface import T5
 from support.training.closeness import close
 
 VOCABULARY, BATCH, SEQ, STEPS = 48, 4, 8, 3
@@ -28,16 +29,6 @@ _OPT_LIKE = {
     "max_position_embeddings": 32,
     "dropout": 0.0,
 }
-_T5_LIKE = {
-    **_SIZES,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
 _EXPERTS = {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 #: By the name of a model's class: the name of its configuration's, its settings, and which maps of its first block are columns
@@ -51,7 +42,7 @@ FAMILIES = {
     "Olmo2ForCausalLM": ("Olmo2Config", _LLAMA_LIKE, 3),  # queries and keys are normed over all heads
     "Phi3ForCausalLM": ("Phi3Config", _LLAMA_LIKE, 0),  # packed
     "OPTForCausalLM": ("OPTConfig", _OPT_LIKE, 6),
-    "T5ForConditionalGeneration": ("T5Config", _T5_LIKE, 2),
+    "T5ForConditionalGeneration": ("T5Config", {**_SIZES, **T5}, 2),
 }
 SAMPLE = {("Qwen3ForCausalLM", False)}
 

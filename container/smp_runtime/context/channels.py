@@ -41,13 +41,13 @@ _TOLERANCE = {8: 1e-5, 4: 1e-4, 2: 3e-2}
 
 @dataclass(frozen=True)
 class _Role:
-    """What becomes of an argument: its channels are divided along ``dim``, or it stays whole if that is None."""
+    """How an argument is split: by channel along ``dim``, or not at all if that is None."""
 
     dim: int | None
 
 
 class ByChannel:
-    """A function of sequences that is run on some channels of all positions, if it treats each channel on its own.
+    """A function of sequences with independent channels: each rank runs some of them at all positions.
 
     Args:
         call: the function.
@@ -112,7 +112,7 @@ class ByChannel:
 
 
 class _Trial:
-    """A call on a sample, with all channels and with each rank's part of them.
+    """Sample inputs of a call, whole and split by channel.
 
     Args:
         call: the function.

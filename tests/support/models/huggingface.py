@@ -15,7 +15,7 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings":
 _GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, **_QUIET}
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_T5 = {
+T5 = {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 48,
@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon": ("FalconConfig", {**_DEPTH, "hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}, "CausalLM"),
     "bert": ("BertConfig", {**_SIZES, **_STILL}, "MaskedLM"),
     "roberta": ("RobertaConfig", {**_SIZES, **_STILL, "max_position_embeddings": 18}, "MaskedLM"),
-    "t5": ("T5Config", _T5, "Seq2SeqLM"),
+    "t5": ("T5Config", T5, "Seq2SeqLM"),
     "bart": ("BartConfig", _BART, "Seq2SeqLM"),
     "vit": ("ViTConfig", {**_SIZES, **_STILL, "image_size": 8, "patch_size": 4, "num_labels": 5}, "ImageClassification"),
 }  # fmt: skip

@@ -30,7 +30,7 @@ _FORM = re.compile(r"xxh3_128:[0-9a-f]{32}|(?:sha256|crc32):[0-9a-f]{64}")
 
 
 class Digest(Protocol):
-    """A hash of bytes that come one after the other."""
+    """A hash that is updated chunk by chunk."""
 
     def update(self, data: Any, /) -> object:
         """Add bytes."""

@@ -1,4 +1,4 @@
-"""A partial checkpoint of sharded data parallelism in the layout that tools for sharded checkpoints read."""
+"""Conversion of partial checkpoints of sharded data parallelism to flat groups, the layout of AWS's tools."""
 
 from __future__ import annotations
 
