@@ -144,8 +144,7 @@ def _put(call: CoveredCall) -> None:
         if place is None or original is None:
             continue
         # Only the same object: a script or a library may have put its own there.
-        is_original = vars(place).get(name, _ABSENT) is original
-        if is_original:
+        if vars(place).get(name, _ABSENT) is original:
             _set(place, name, value)
 
 

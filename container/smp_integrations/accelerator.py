@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -376,10 +376,8 @@ def give_to_scripts(module: ModuleType) -> None:
     """Make ``accelerate.Accelerator`` create a :class:`JobAccelerator` in scripts, from now on, in a job of several ranks."""
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        package = "" if caller is None else caller.f_globals.get("__name__", "").partition(".")[0]
-        is_script_s = package not in _OWN_WAYS
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_script_s = caller.partition(".")[0] not in _OWN_WAYS
         if cls is Accelerator and is_script_s and _has_several_ranks():
             cls = JobAccelerator
         return object.__new__(cls)

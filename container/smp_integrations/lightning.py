@@ -310,10 +310,16 @@ def _merged(value: Any) -> Any:
         return {key: _merged(one) for key, one in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_merged, value))
-    if not isinstance(value, list) or not value:
-        return value
-    has_outputs = any(isinstance(one, StepOutput | Mapping | tuple) for one in value)
-    if has_outputs:
-        return list(map(_merged, value))
-    first = value[0]
-    return first if all(one == first for one in value) else value
+    if isinstance(value, list) and value:
+        return _merged_list(value)
+    return value
+
+
+def _merged_list(values: list[Any]) -> Any:
+    for one in values:
+        if isinstance(one, StepOutput | Mapping | tuple):
+            return list(map(_merged, values))
+    for one in values:
+        if one != values[0]:
+            return values
+    return values[0]

@@ -331,13 +331,15 @@ def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
 
 
 def _joined_tensor(outputs: list[torch.Tensor], sizes: list[int] | None, parts: int) -> torch.Tensor:
-    kept = [output.detach() for output in outputs]
-    if sizes is not None:
-        kept = [output for output, size in zip(kept, sizes, strict=True) if size]
+    kept = []
+    for index, output in enumerate(outputs):
+        if sizes is None or sizes[index]:
+            kept.append(output.detach())
     if parts == 1 or kept[0].dim() == 0:
         return StepOutput(kept).concat()
+    # Each microbatch has a chunk of every part, such as the chosen and the rejected halves of pairs.
     chunks = [output.chunk(parts) for output in kept]
-    whole_parts = [torch.cat(same) for same in zip(*chunks, strict=True)]
+    whole_parts = list(map(torch.cat, zip(*chunks, strict=True)))
     return torch.cat(whole_parts)
 
 

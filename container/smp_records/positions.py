@@ -102,12 +102,11 @@ class RankRecord:
     @property
     def line(self) -> ScriptLine:
         """Return the script's line that was noted last."""
-        noted = [call.line for call in self.calls]
-        noted += [wait.line for wait in self.waits]
-        known = [line for line in noted if line]
-        if not known:
-            return ScriptLine("", 0)
-        return known[-1]
+        last = ScriptLine("", 0)
+        for noted in (*self.calls, *self.waits):
+            if noted.line:
+                last = noted.line
+        return last
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,13 @@ class RankTimeline(BaseModel):
 
     @model_validator(mode="after")
     def _is_whole(self) -> RankTimeline:
+        names, paths = range(len(self.names)), range(len(self.paths))
         for step in self.steps:
             for name, _, _, path, start, stop in step.actions:
-                has_names = 0 <= name < len(self.names) and 0 <= path < len(self.paths)
-                if not has_names:
+                if name not in names or path not in paths:
                     raise ValueError(f"step {step.number} refers to a name that the file does not hold")
-                is_span = math.isfinite(start) and start <= stop < math.inf
+                # False for NaN too.
+                is_span = -math.inf < start <= stop < math.inf
                 if not is_span:
                     raise ValueError(f"step {step.number} has an action from {start} to {stop}")
         return self

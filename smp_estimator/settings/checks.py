@@ -12,6 +12,7 @@ from smp_config import ConfigError
 from smp_config.errors import kind_of, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.secrets import shown_value
+from smp_config.formats.values import is_integer
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
 from smp_config.machine.instances import instance, instances
@@ -146,8 +147,7 @@ def require_count(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a whole number of at least 1."""
     if value is None or is_variable(value):
         return
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number or value < 1:
+    if not is_integer(value) or value < 1:
         raise ConfigError(
             f"{name} is {show_value(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more",
             code="SMP123",

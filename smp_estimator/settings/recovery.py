@@ -7,6 +7,7 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import show_value
+from smp_config.formats.values import is_integer
 from smp_config.recovery import INTERVAL_VARIABLE, MEMORY_VARIABLE, MOST_RESTARTS, MOST_STEPS, RESTARTS_VARIABLE
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
@@ -54,7 +55,6 @@ def _whole(given: Any, name: str, least: int, most: int) -> Any:
     """Return an integer as text; a value that is known only when a pipeline runs is returned unchanged."""
     if is_variable(given):
         return given
-    is_integer = isinstance(given, int) and not isinstance(given, bool)
-    if not is_integer or not least <= given <= most:
+    if not is_integer(given) or not least <= given <= most:
         raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}", code="SMP106")
     return str(given)

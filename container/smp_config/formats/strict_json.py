@@ -36,8 +36,9 @@ def replace_non_finite(value: Any) -> Any:
         return {name: replace_non_finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [replace_non_finite(part) for part in value]
-    is_unwritable = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if is_unwritable else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def unusable_text(value: Any) -> str | None:

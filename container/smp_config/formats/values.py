@@ -56,6 +56,11 @@ def why_no_path(path: Any) -> str | None:
     )
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an ``int`` that is no ``bool``, although Python counts these as numbers."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_count(text: str) -> bool:
     """Return whether a text is a whole number of at most nine digits; ``²``, a digit in Python, does not count."""
     is_ascii_number = text.isascii() and text.isdigit()

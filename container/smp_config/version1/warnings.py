@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from smp_config.schedules import TRAITS
@@ -24,11 +25,10 @@ def find_warnings(parameters: Any) -> list[str]:
     if tensor & (tensor - 1):
         example = 1 << tensor.bit_length() - 1
         found.append(f"tensor_parallel_degree is {tensor}; powers of two are recommended, for example {example}")
-    is_sharded = parameters.sharded_data_parallel_degree > 1
-    ignored = [] if is_sharded else [name for name in SHARDING_OPTIONS if name in given]
-    if ignored:
-        found.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
-    if parameters.auto_partition and "default_partition" in given and parameters.default_partition:
+    if parameters.sharded_data_parallel_degree == 1:
+        found += _of_sharding(given)
+    has_default = "default_partition" in given and parameters.default_partition
+    if has_default and parameters.auto_partition:
         found.append(f"default_partition={parameters.default_partition} ignored: auto_partition is true")
     found += _of_pieces(parameters)
     found += _of_microbatches(parameters)
@@ -39,6 +39,14 @@ def find_warnings(parameters: Any) -> list[str]:
     if parameters.prescaled_batch and tensor == 1:
         found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
     return found + _of_compiling(parameters) + _without_effect(parameters)
+
+
+def _of_sharding(given: Container[str]) -> list[str]:
+    """Return a warning of the settings of sharding that a job without sharding was given."""
+    ignored = [name for name in SHARDING_OPTIONS if name in given]
+    if not ignored:
+        return []
+    return [f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded"]
 
 
 def _of_microbatches(parameters: Any) -> list[str]:

@@ -98,13 +98,13 @@ def find_imports(script: Path) -> frozenset[str]:
     waiting, seen = [script], {script}
     while waiting and len(seen) < _MOST_FILES:
         for name in _read_imports(waiting.pop()):
-            for package in (OF_VERSION_1, OF_VERSION_2):
-                if f"{name}.".startswith(f"{package}."):
-                    found.add(package)
-            for path in _files_of(name, script.parent):
-                if path not in seen:
-                    seen.add(path)
-                    waiting.append(path)
+            if f"{name}.".startswith(f"{OF_VERSION_1}."):
+                found.add(OF_VERSION_1)
+            if f"{name}.".startswith(f"{OF_VERSION_2}."):
+                found.add(OF_VERSION_2)
+            imported = set(_files_of(name, script.parent))
+            waiting += sorted(imported - seen)
+            seen |= imported
     return frozenset(found)
 
 
@@ -127,6 +127,7 @@ def _read_imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-            prefix = f"{node.module}." if node.module else ""
-            yield from (prefix + alias.name for alias in node.names)
+            # Empty for "from . import name", which runs the folder's __init__.py.
+            module = node.module or ""
+            yield module
+            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)

@@ -390,7 +390,11 @@ def _run_collective(func: Any, args: Any, kwargs: Any) -> Any:
 def _only_looks(func: Any) -> bool:
     """Return whether an operation returns a view, or reads and writes no element."""
     returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    for returned in returns:
+        alias = returned.alias_info
+        if alias is None or alias.is_write:
+            return False
+    return bool(returns)
 
 
 def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[Any]:
@@ -404,10 +408,14 @@ def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[
         is_unsaid = position in unsaid and not whole
         if not is_written and not is_unsaid:
             continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if isinstance(value, (list, tuple)) and not whole:
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(argument.name)
+        is_list = isinstance(value, (list, tuple))
+        if is_list and not whole:
             found += [each for each in value if isinstance(each, torch.Tensor)]
-        elif isinstance(value, (torch.Tensor, list, tuple)):
+        elif is_list or isinstance(value, torch.Tensor):
             found.append(value)
     return found
 

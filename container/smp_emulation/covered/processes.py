@@ -22,11 +22,16 @@ def backend_here(backend: Any) -> Any:
     """Return the CPU backend that stands in for the backend that a GPU script names."""
     if not isinstance(backend, str):
         return backend
-    entries = [entry.rpartition(":") for entry in backend.lower().split(",")]
-    is_of_gpus = any(name == "nccl" or kind == "cuda" for kind, _, name in entries)
+    is_of_gpus = False
+    kept = []
+    for entry in backend.lower().split(","):
+        kind, _, name = entry.rpartition(":")
+        if name == "nccl" or kind == "cuda":
+            is_of_gpus = True
+        elif kind:
+            kept.append(entry)
     if not is_of_gpus:
         return backend
-    kept = [f"{kind}:{name}" for kind, _, name in entries if kind not in ("", "cuda") and name != "nccl"]
     return ",".join(kept) or "gloo"
 
 

@@ -128,9 +128,10 @@ def _tensor_type(original: Any) -> Any:
         if dtype is not None:
             return original(self, type_here(dtype), non_blocking, **kwargs)
         name = original(self)
-        if name.startswith(_TYPE_PREFIX) or not name.startswith("torch.") or asked_by_pytorch_or_us():
-            return name
-        return _TYPE_PREFIX + name.removeprefix("torch.")
+        is_of_host = name.startswith("torch.") and not name.startswith(_TYPE_PREFIX)
+        if is_of_host and not asked_by_pytorch_or_us():
+            return _TYPE_PREFIX + name.removeprefix("torch.")
+        return name
 
     return type_
 

@@ -119,9 +119,14 @@ def _overwritten_bytes(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """Return the bytes of the arguments that an operation writes into."""
     found = 0
     for position, name in _written_places(function):
-        value = args[position] if position < len(args) else kwargs.get(name)
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(name)
         written = value if isinstance(value, (list, tuple)) else (value,)
-        found += sum(tensor.nbytes for tensor in written if isinstance(tensor, torch.Tensor))
+        for tensor in written:
+            if isinstance(tensor, torch.Tensor):
+                found += tensor.nbytes
     return found
 
 

@@ -201,8 +201,11 @@ def _run_in(mode: StorageMode, run: Callable[[], None]) -> None:
 
 def _gives_new_elements(function: Any) -> bool:
     """Return whether an operation makes a tensor, or writes into an argument; views do neither."""
-    aliases = [returned.alias_info for returned in function._schema.returns]
-    return any(info is None or info.is_write for info in aliases)
+    for returned in function._schema.returns:
+        alias = returned.alias_info
+        if alias is None or alias.is_write:
+            return True
+    return False
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -197,9 +197,10 @@ def _of_started_rank(environ: Mapping[str, str], given: LauncherSettings) -> Det
 
 def _of_allocation(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
     """Detect a batch system that has started nothing yet."""
-    is_inside_torchrun = bool(environ.get(ELASTIC_VARIABLE))
+    if environ.get(ELASTIC_VARIABLE):
+        return None  # torchrun has started this process
     for kind, starter in _STARTERS.items():
-        if environ.get(starter.variable) and not is_inside_torchrun:
+        if environ.get(starter.variable):
             return DetectedLauncher(kind, _host_name(environ), 0, 0, 0)
     return None
 

@@ -284,11 +284,16 @@ class FailureCollector:
         words = [text for text in self._early.get(rank, ()) if text.strip()]
         if rank in self.started or not words:
             return None
-        with_error = [text for text in words if _NAMES_ERROR.search(text)]
-        candidates = with_error or words
-        last = candidates[-1].strip()
-        how = f"was killed by signal {-number}" if number < 0 else f"ended with exit code {number}"
-        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {last}"
+        # An error's line says more than what a library writes after it.
+        last = words[-1]
+        for text in words:
+            if _NAMES_ERROR.search(text):
+                last = text
+        if number < 0:
+            how = f"was killed by signal {-number}"
+        else:
+            how = f"ended with exit code {number}"
+        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {last.strip()}"
         return Cause(_one_line(headline), "\n".join(words), rank=rank)
 
     def _first_early(self) -> int | None:

@@ -133,8 +133,10 @@ def _why_no_gradient(error: BaseException) -> str | None:
         return None
     if "smp_runtime.step" not in sys.modules:
         return None
-    is_inside = any(name.startswith("smp_runtime.step.") for name in _modules(error))
-    return None if is_inside else _BACKWARD_OUTSIDE
+    for name in _modules(error):
+        if name.startswith("smp_runtime.step."):
+            return None
+    return _BACKWARD_OUTSIDE
 
 
 def _why_no_channel(error: BaseException, environ: Mapping[str, str]) -> str | None:

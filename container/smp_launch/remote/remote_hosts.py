@@ -240,11 +240,12 @@ class RemoteHosts:
         """
         found = []
         for connection in self._connections:
+            ranks = ranks_of.get(connection.host)
             process = connection.process
-            if process is None or connection.host not in ranks_of:
+            if ranks is None or process is None:
                 continue
             if process.stdin and process.stdout:
-                found.append(OtherHost(process.stdin, process.stdout, ranks_of[connection.host]))
+                found.append(OtherHost(process.stdin, process.stdout, ranks))
         return found
 
     def lost(self) -> list[str]:

@@ -227,13 +227,15 @@ class Supervisor:
         self._expect_quiet(_DRAIN_PATIENCE, "kept the output open after the job's end")
 
     def _look_for_failure(self) -> None:
-        if self._failure_seen:
+        # Only the first failure counts, from which the patience runs.
+        if self._failure_seen or not self._has_failed():
             return
-        has_failed = self.collector.failing or self.failing() or self._outcome.first_failed
-        if has_failed:
-            # Once: the patience runs from the first failure.
-            self._failure_seen = True
-            self._expect(self.failure_patience, "did not end after a rank had failed")
+        self._failure_seen = True
+        self._expect(self.failure_patience, "did not end after a rank had failed")
+
+    def _has_failed(self) -> bool:
+        reported = self.collector.failing or self._outcome.first_failed
+        return bool(reported) or bool(self.failing())
 
     def _open_rank_pipes(self) -> None:
         if self.pipes is None:

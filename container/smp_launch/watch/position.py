@@ -125,18 +125,18 @@ def position_of(
 
 def _is_compiling(thread: Thread) -> bool:
     for frame in thread.frames:
-        is_of_compiler = any(part in frame.file for part in _COMPILER)
-        if is_of_compiler:
-            return True
+        for part in _COMPILER:
+            if part in frame.file:
+                return True
     return False
 
 
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
     """Return the thread that runs the script: a pipeline's thread in the script's code, else the main thread."""
-    for thread in threads:
-        is_pipeline_s = any(_PIPELINE in frame.file for frame in thread.frames)
-        if is_pipeline_s and _is_in_script(thread):
-            return thread
+    for thread in filter(_is_in_script, threads):
+        for frame in thread.frames:
+            if _PIPELINE in frame.file:
+                return thread
     for thread in threads:
         if thread.ident == main and thread.frames:
             return thread

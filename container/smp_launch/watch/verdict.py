@@ -56,11 +56,12 @@ def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
 
 def _is_deadlock(everyone: Collection[RankPosition]) -> bool:
     """Return whether all ranks wait for each other in different calls, so that none can come to the other's."""
+    calls = set()
     for position in everyone:
-        is_waiting = position.standing is Standing.WAITING and bool(position.whom)
-        if not is_waiting:
+        if position.standing is not Standing.WAITING or not position.whom:
             return False
-    return len({position.call for position in everyone}) > 1
+        calls.add(position.call)
+    return len(calls) > 1
 
 
 def _stopped(position: RankPosition) -> str:
@@ -239,8 +240,11 @@ def _count(where: RankRecord, members: tuple[int, ...]) -> int:
 def _is_ahead(position: RankPosition, other: RankPosition) -> bool:
     """Return whether a rank has begun a collective that another rank of the same group has not."""
     for call in position.where.calls:
-        is_shared = call.kind == COLLECTIVE and other.rank in call.members
-        if is_shared and _count(position.where, call.members) > _count(other.where, call.members):
+        if call.kind != COLLECTIVE or other.rank not in call.members:
+            continue
+        begun = _count(position.where, call.members)
+        begun_by_other = _count(other.where, call.members)
+        if begun > begun_by_other:
             return True
     return False
 

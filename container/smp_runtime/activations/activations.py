@@ -119,7 +119,9 @@ class Activations:
         place = None if self.placement is None else self.placement.where()
         if place is not None:
             return place
-        microbatch = None if self._ranks is None else self._ranks.step.microbatch
+        microbatch = None
+        if self._ranks is not None:
+            microbatch = self._ranks.step.microbatch
         return (microbatch, ()), None, None
 
     def step_begins(self, has_marks: bool) -> None:

@@ -63,16 +63,24 @@ def _report(name: str, kind: str) -> None:
 
 def _is_filled(cache: Any, layers: list[int]) -> bool:
     """Return whether a cache has tokens of these layers, or of any if none is given."""
-    count, state = getattr(cache, "get_seq_length", None), getattr(cache, "has_previous_state", None)
-    asked = layers or range(len(getattr(cache, "layers", None) or (0,)))
-    for layer in asked:
+    if not layers:
+        known = getattr(cache, "layers", None) or (0,)
+        layers = list(range(len(known)))
+    for layer in layers:
         try:
-            has_tokens = count is not None and int(count(layer)) > 0
-            if has_tokens or (callable(state) and state(layer)):
+            if _has_tokens(cache, layer):
                 return True
-        except (ValueError, IndexError, TypeError, AttributeError):  # a cache that has no such layer
-            continue
-    return state is True
+        except (ValueError, IndexError, TypeError, AttributeError):
+            continue  # a cache that has no such layer
+    return getattr(cache, "has_previous_state", None) is True
+
+
+def _has_tokens(cache: Any, layer: int) -> bool:
+    count = getattr(cache, "get_seq_length", None)
+    if count is not None and int(count(layer)) > 0:
+        return True
+    state = getattr(cache, "has_previous_state", None)
+    return callable(state) and bool(state(layer))
 
 
 def _find_layers(function: Any) -> set[int]:

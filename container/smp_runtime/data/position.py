@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import Group
+from smp_config.formats.values import is_integer
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.job import session as sessions
 
@@ -227,18 +228,15 @@ def _is_position(state: Any) -> bool:
     """Return whether a state has the numbers of a position: epoch and index, and samples and seed if they are known."""
     if not isinstance(state, Mapping) or not state.keys() >= {"epoch", "index", "seed", "samples"}:
         return False
-    counts = [state["epoch"], state["index"]]
-    if state["samples"] is not None:
-        counts.append(state["samples"])
-    seed = state["seed"]
-    is_number = isinstance(seed, int) and not isinstance(seed, bool)
-    return all(map(_is_count, counts)) and (seed is None or is_number)
+    if state["samples"] is not None and not _is_count(state["samples"]):
+        return False
+    if state["seed"] is not None and not is_integer(state["seed"]):
+        return False
+    return _is_count(state["epoch"]) and _is_count(state["index"])
 
 
 def _is_count(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return 0 <= value < 2**63
+    return is_integer(value) and 0 <= value < 2**63
 
 
 class Sources:

@@ -24,8 +24,9 @@ def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the trained parameters with sparse gradients: embedding tables made with ``sparse=True``."""
     tables: dict[Any, None] = {}  # tied ones once
     for module in modules:
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse and module.weight.requires_grad:
             tables[module.weight] = None
     return list(tables)
 
@@ -91,8 +92,7 @@ class SparseReducer:
         gradients = [_coalesced(parameter.grad) for parameter in self._parameters]
         counts_of_all = self._counts(gradients)
         for parameter, counts, gradient in zip(self._parameters, counts_of_all, gradients, strict=True):
-            is_used = any(count != _NONE for count in counts)
-            if not is_used:
+            if set(counts) <= {_NONE}:
                 parameter.grad = None
             elif _DENSE in counts:
                 parameter.grad = self._dense(parameter, gradient)

@@ -247,8 +247,9 @@ class EightBitLayers:
 
     def finish_gradients(self) -> None:
         """Take the greatest gradients of all ranks, if a context has ended since."""
-        is_due = self._is_recorded and not self._are_gradients_reduced
-        if self._group is None or not is_due:
+        if self._group is None or not self._is_recorded:
+            return
+        if self._are_gradients_reduced:
             return
         self._are_gradients_reduced = True
         if self.recipe.reduce_amax:

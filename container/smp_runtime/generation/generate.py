@@ -55,11 +55,14 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
 
     None for copies, and for a model that computes alone after ``cpu()``.
     """
-    models = sessions.current_session().models if sessions.is_initialized() else []
-    for model in models:
+    if not sessions.is_initialized():
+        return None
+    for model in sessions.current_session().models:
         if not isinstance(model, DistributedModel) or model.is_whole_copy:
             continue
-        if module is model.blueprint.module or any(part is module for part in model.module.modules()):
+        # By identity: a module may define an equality of its own.
+        parts = [model.blueprint.module, *model.module.modules()]
+        if any(part is module for part in parts):
             return model
     return None
 

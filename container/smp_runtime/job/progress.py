@@ -147,14 +147,17 @@ class ProgressReporter:
         Args:
             failed: an error ends the process. Then no loss is read, since its device might not answer.
         """
+        if failed:
+            self._losses = []
         with contextlib.suppress(Exception):  # nothing that is only shown may keep a rank from leaving
-            if failed:
-                self._losses = []
-            if self.enabled and self.step != self._printed_step:
-                self._print(self._stepped_at)
-            if self._rank is not None:
-                self._print_line(self._usage(self._rank))
+            self._print_rest()
         self.enabled, self._rank = False, None
+
+    def _print_rest(self) -> None:
+        if self.enabled and self.step != self._printed_step:
+            self._print(self._stepped_at)
+        if self._rank is not None:
+            self._print_line(self._usage(self._rank))
 
     def _usage(self, rank: int) -> str:
         from smp_records.records import UsageRecord, format_usage

@@ -252,7 +252,13 @@ def _training(modules: Iterable[nn.Module]) -> bytes:
 
     It is the sum of 1 in training, 2 with adapters off, and 4 times the number of the only adapter that is on.
     """
-    return bytes([m.training + (_adapter_switches(m) if ADAPTERS_OFF in m.__dict__ else 0) for m in modules])
+    numbers = bytearray()
+    for module in modules:
+        number = int(module.training)
+        if ADAPTERS_OFF in module.__dict__:
+            number += _adapter_switches(module)
+        numbers.append(number)
+    return bytes(numbers)
 
 
 def _adapter_switches(module: Any) -> int:

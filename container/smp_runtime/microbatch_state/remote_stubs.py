@@ -297,9 +297,8 @@ def _run_plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_meta(value: Any) -> Any:
     """Move stand-ins that are not on the meta device (TorchScript's) there for an operation."""
-    if isinstance(value, RemoteStub):
-        is_on_meta = value.device.type == "meta"
-        return value if is_on_meta else torch.empty_like(value, device="meta")
+    if isinstance(value, RemoteStub) and value.device.type != "meta":
+        return torch.empty_like(value, device="meta")
     if type(value) in (tuple, list):
         return type(value)([_on_meta(each) for each in value])
     if type(value) is dict:

@@ -151,9 +151,9 @@ class ModelState:
         return [piece for piece in pieces if piece[0] in only]
 
     def _sharded_pieces(self, state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        if self._placed.shards is None:
-            return
-        for unit in self._placed.shards.units:
+        shards = self._placed.shards
+        units = [] if shards is None else shards.units
+        for unit in units:
             for parameter in unit.parameters:
                 record = self._part.registry.record_of(parameter)
                 if record.name in state:

@@ -119,13 +119,18 @@ def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
         if name in _STANDING_IN and _is_ours(value):
             yield value, None
         elif _holds_hooks(name) and isinstance(value, dict):
-            kept = [(key, hook) for key, hook in value.items() if not _is_ours(hook)]
-            yield value, type(value)(kept)
+            kept = type(value)(value)
+            for key, hook in value.items():
+                if _is_ours(hook):
+                    del kept[key]
+            yield value, kept
         elif isinstance(value, RemoteStubAttribute):
             yield value, None  # the module sets it when it runs
         elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            is_stub = isinstance(value, RemoteStub)
-            yield value, None if is_stub else value.detach().to("cpu", copy=True)
+            if isinstance(value, RemoteStub):
+                yield value, None
+            else:
+                yield value, value.detach().to("cpu", copy=True)
 
 
 def _holds_hooks(name: str) -> bool:

@@ -62,12 +62,12 @@ def _close_fast_paths(module: nn.Module) -> None:
 
     In evaluation it reads the children's weights, but distributed modules have only a part of them.
     """
-    for part in module.modules():
-        if not isinstance(part, nn.TransformerEncoderLayer):
+    for layer in module.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer):
             continue
-        has_distributed = any(isinstance(child, DistributedModule) for child in part.modules())
+        has_distributed = any(isinstance(part, DistributedModule) for part in layer.modules())
         if has_distributed:
-            part.activation_relu_or_gelu = 0
+            layer.activation_relu_or_gelu = 0
 
 
 def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:

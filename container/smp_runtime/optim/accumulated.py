@@ -23,11 +23,11 @@ def reduce_accumulated(session: Session, parameters: Iterable[torch.Tensor]) -> 
     models = [model for model in session.models if model.has_accumulated]
     if not models:
         return
-    wanted = {id(parameter) for parameter in parameters}
+    wanted = set(map(id, parameters))
     # The registry has the parameters of all stages, so that every rank decides alike: reducing is collective.
     for model in models:
-        has_some = any(id(record.parameter) in wanted for record in model.registry)
-        if has_some:
+        of_model = {id(record.parameter) for record in model.registry}
+        if not wanted.isdisjoint(of_model):
             model.reduce_accumulated()
 
 

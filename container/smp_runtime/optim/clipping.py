@@ -263,19 +263,22 @@ class _Clipping:
         if session is None or not session.models:
             return None
         weights = _weights_by_id(session)
-        are_weights = all(id(tensor) in weights for tensor in tensors)
-        if tensors and are_weights:
-            return self._total_of_weights(session, [weights[id(tensor)] for tensor in tensors], norm_type)
-        trained = [parameter for parameter in weights.values() if get_gradient(parameter) is not None]
-        of = {id(get_gradient(parameter)): parameter for parameter in trained}
-        are_gradients = all(id(tensor) in of for tensor in tensors)
-        if not are_gradients:
+        keys = list(map(id, tensors))
+        if keys and weights.keys() >= set(keys):
+            return self._total_of_weights(session, [weights[key] for key in keys], norm_type)
+        by_gradient, trained = {}, 0
+        for parameter in weights.values():
+            gradient = get_gradient(parameter)
+            if gradient is not None:
+                by_gradient[id(gradient)] = parameter
+                trained += 1
+        if not by_gradient.keys() >= set(keys):
             return None
-        parameters = [of[id(tensor)] for tensor in tensors]
-        is_all = len(set(map(id, parameters))) == len(trained)
+        parameters = [by_gradient[key] for key in keys]
+        is_all = len(set(keys)) == trained
         if is_all and len(session.models) == 1:  # include those with gradients in shards, or on other stages
             parameters = list(weights.values())
-        return self._total_of_gradients(session, parameters, norm_type, len(trained), is_all=is_all)
+        return self._total_of_gradients(session, parameters, norm_type, trained, is_all=is_all)
 
     def _total_of_weights(self, session: Session, weights: list[nn.Parameter], norm_type: float) -> torch.Tensor | None:
         model, _ = self._owner(weights)

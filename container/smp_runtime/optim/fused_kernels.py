@@ -26,7 +26,7 @@ _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 _DTYPES = {torch.float32, torch.float64}
 
 #: Devices for which an optimizer's update has a fused form.
-_DEVICES = ("cpu", "cuda")
+_DEVICES = {"cpu", "cuda"}
 
 
 @contextlib.contextmanager
@@ -181,14 +181,14 @@ def counters_beside(parameters: Sequence[torch.Tensor], values: Sequence[float])
 
 def are_fusible(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Return whether fused kernels take the tensors together; the kernels ignore strides."""
-    # Once per update for some thousand tensors, so in a few short loops.
-    given = [tensor for tensor in tensors if tensor is not None]
-    if len(given) < len(tensors):
-        return False
-    if any(tensor.layout is not torch.strided for tensor in given):
-        return False
-    devices = {tensor.device for tensor in given}
-    if len(devices) > 1 or any(device.type not in _DEVICES for device in devices):
-        return False
-    dtypes = {tensor.dtype for tensor in given}
-    return dtypes <= _DTYPES and all(tensor.is_contiguous() for tensor in given)
+    # Once per update for some thousand tensors, so in one short loop.
+    devices, dtypes = set(), set()
+    for tensor in tensors:
+        if tensor is None or tensor.layout is not torch.strided:
+            return False
+        if not tensor.is_contiguous():
+            return False
+        devices.add(tensor.device)
+        dtypes.add(tensor.dtype)
+    kinds = {device.type for device in devices}
+    return len(devices) <= 1 and kinds <= _DEVICES and dtypes <= _DTYPES

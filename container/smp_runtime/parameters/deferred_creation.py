@@ -398,9 +398,8 @@ def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output
     overwritten = after - before
     fills = schema is None or str(schema.name).removeprefix("aten::") in _FILLS
     if fills and inputs and _is_whole_storage(inputs[0]):
-        target = storage_key(inputs[0])
-        is_read = any(storage_key(tensor) == target for tensor in inputs[1:])
-        if not is_read:
+        target, *read = map(storage_key, inputs)
+        if target not in read:
             overwritten.add(target)
     return _Step(list(sizes), overwritten, sizes, is_view=False)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import (
@@ -81,13 +81,13 @@ class KnownParameters:
         Raises:
             SMPUserError: names them.
         """
-        for name, parameter in self._frozen_later.items():
-            if parameter.requires_grad:
-                self._refuse([name], [])
+        trained = _trained_names(self._frozen_later)
+        if trained:
+            self._refuse(trained[:1], [])
         if not self._is_changed and self._count() == self._entries:
             return
         later, removed = self._differences()
-        added = [name for name, parameter in later.items() if parameter.requires_grad]
+        added = _trained_names(later)
         if added or removed:
             self._refuse(added, removed)
         self._frozen_later = later
@@ -95,16 +95,15 @@ class KnownParameters:
 
     def _differences(self) -> tuple[dict[str, nn.Parameter], list[str]]:
         """Return the parameters that have come since, and the names of trained ones that have left."""
-        present = {id(parameter): (name, parameter) for name, parameter in self._present()}
+        left = dict(self._names)
         later = {}
-        for key, (name, parameter) in present.items():
+        for name, parameter in self._present():
+            key = id(parameter)
+            left.pop(key, None)
             if key not in self._names:
-                later[name] = parameter
-        removed = []
-        for key, name in self._names.items():
-            if key in self._trained and key not in present:
-                removed.append(name)
-        return later, removed
+                later[key] = name, parameter
+        removed = [name for key, name in left.items() if key in self._trained]
+        return dict(later.values()), removed
 
     def _present(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters as they are now, with names; also those that a script has set on the wrapper."""
@@ -132,6 +131,10 @@ class KnownParameters:
             "and wrap that",
             code="SMP303",
         )
+
+
+def _trained_names(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.requires_grad]
 
 
 def _listed(names: Iterable[str]) -> str:

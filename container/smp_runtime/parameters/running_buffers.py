@@ -175,11 +175,12 @@ class _Method:
         is_in_place = name.endswith("_") and not name.endswith("__")
         if not is_in_place:
             return
-        if name not in _OVERWRITING:
-            self.names |= changed
-        elif name in _FROM_ARGUMENT:
-            values = [*call.args, *(keyword.value for keyword in call.keywords)]
-            self.names |= changed & self._needs_of_all(values)
+        if name in _FROM_ARGUMENT:
+            keywords = [keyword.value for keyword in call.keywords]
+            changed &= self._needs_of_all([*call.args, *keywords])
+        elif name in _OVERWRITING:
+            changed = set()
+        self.names |= changed
 
     def _changed_by(self, name: str) -> list[int]:
         """Return the positions of the arguments that a function of the module's file changes."""

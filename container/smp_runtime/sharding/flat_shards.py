@@ -102,8 +102,12 @@ class FlatShards(Generic[Unit]):
 
     def _parameters_to_update(self) -> list[nn.Parameter]:
         """Return the sharded parameters of which an optimizer that updates now has gradients on this rank."""
-        found = [(parameter, self.optimizer_shards.get(parameter)) for parameter in self._where]
-        return [parameter for parameter, shard in found if shard and get_gradient(shard.optimized) is not None]
+        found = []
+        for parameter in self._where:
+            shard = self.optimizer_shards.get(parameter)
+            if shard and get_gradient(shard.optimized) is not None:
+                found.append(parameter)
+        return found
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -215,8 +219,12 @@ class FlatShards(Generic[Unit]):
         place = self._where.get(parameter)
         if place is None:
             return None
-        fragments = [place[0].fragment_at(place[1], number) for number in self._shard_of]
-        return [(found.start, found.stop) if found else (0, 0) for found in fragments]
+        unit, index = place
+        runs = []
+        for number in self._shard_of:
+            fragment = unit.fragment_at(index, number)
+            runs.append((fragment.start, fragment.stop) if fragment else (0, 0))
+        return runs
 
     def whole_of_unit(
         self, unit: Unit, values: Mapping[nn.Parameter, torch.Tensor], dtype: torch.dtype

@@ -99,9 +99,8 @@ class GatherScheduler:
         has_values = bool(unit.ready or unit.work)
         if not has_values or not unit.is_idle:
             return
-        following = next(self.order.upcoming(1), None)
-        is_next = following is not None and following == self._numbers[id(unit)]
-        if not is_next:
+        number = self._numbers[id(unit)]
+        if number not in self.order.upcoming(1):
             self.free(unit)
             self._fetch_ahead()
 
@@ -194,8 +193,9 @@ class GatherScheduler:
         """
         if self.elements + unit.filled <= self._most:
             return
-        idle = [other for other in reversed(self._gathered.values()) if other.is_idle]
-        passed = [other for other in self._gathered.values() if other.calls == 0 and other.quiet]
+        gathered = list(self._gathered.values())
+        idle = [other for other in reversed(gathered) if other.is_idle]
+        passed = [other for other in gathered if other.quiet and other.calls == 0]
         for other in (*idle, *passed):
             self.free(other)
             if self.elements + unit.filled <= self._most:

@@ -154,13 +154,19 @@ def _must_be_divided(module: nn.Module, *, is_root: bool) -> bool:
 
 def _is_stack(module: nn.Module) -> bool:
     """Return whether a module runs through several blocks, each of some modules."""
-    children = list(module.children())
-    if isinstance(module, nn.Sequential):
-        children = [child for child in children if _has_children(child)]
-    elif not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
-    with_parameters = [child for child in children if next(child.parameters(), None) is not None]
-    return len(with_parameters) > 1
+    blocks = 0
+    for child in module.children():
+        # A layer of nn.Sequential without modules inside is no block.
+        is_block = _has_children(child) or not isinstance(module, nn.Sequential)
+        if is_block and _has_parameters(child):
+            blocks += 1
+    return blocks > 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_children(module: nn.Module) -> bool:
@@ -173,8 +179,10 @@ def _is_experts(name: str, module: nn.Module) -> bool:
         return False
     shapes = set()
     for expert in module.children():
-        shapes.add(tuple(parameter.shape for parameter in expert.parameters() if parameter.numel()))
-    return len(shapes - {()}) == 1
+        filled = [parameter.shape for parameter in expert.parameters() if parameter.numel()]
+        shapes.add(tuple(filled))
+    shapes.discard(())
+    return len(shapes) == 1
 
 
 def _holds_stack(module: nn.Module) -> bool:

@@ -112,13 +112,12 @@ def of_all_rows(value: torch.Tensor) -> torch.Tensor | None:
 
 def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
     """Return this rank's slice of a deferred tensor, if it is sliced along ``dim``; otherwise None."""
-    if not isinstance(value, Deferred):
-        return None
-    parts = value.parts
+    parts = value.parts if isinstance(value, Deferred) else None
     if parts is None or parts.by_rows:
         return None
-    is_same_slice = parts.group is group and parts.dim == dim
-    return parts.mine if is_same_slice else None
+    if parts.group is not group or parts.dim != dim:
+        return None
+    return parts.mine
 
 
 @dataclass(frozen=True)

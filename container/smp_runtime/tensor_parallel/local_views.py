@@ -22,8 +22,7 @@ def _sizes_of_view(func: Any, args: Any, kwargs: Any) -> list[int] | None:
     if func not in _VIEWS or kwargs:
         return None
     _, *sizes = args
-    is_in_one = len(sizes) == 1 and isinstance(sizes[0], tuple | list)
-    if is_in_one:
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = list(sizes[0])
     return sizes if all(type(length) is int for length in sizes) else None
 

@@ -49,8 +49,8 @@ class PartialRegion:
             nonlocal is_summed
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            is_first = not is_summed and value.numel() == given.numel() and value.shape[-1] == given.shape[-1]
-            if is_first:
+            is_like_given = value.numel() == given.numel() and value.shape[-1] == given.shape[-1]
+            if is_like_given and not is_summed:
                 is_summed = True
                 return collectives.sum_partials(value, self._group)
             if not value.requires_grad:

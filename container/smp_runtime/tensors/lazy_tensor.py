@@ -39,10 +39,14 @@ class LazyTensor(torch.Tensor):
     def plain(self) -> torch.Tensor:
         """Return the plain tensor with this tensor's place in the graph; get the elements if needed."""
         needs_graph = self.requires_grad and torch.is_grad_enabled()
-        if self._plain is not None and (self._plain.requires_grad or not needs_graph):
-            return self._plain
+        former = self._plain
+        if former is not None and (former.requires_grad or not needs_graph):
+            return former
         is_changed = self._is_changed
-        plain = _Elements.apply(self) if needs_graph else self.elements()
+        if needs_graph:
+            plain = _Elements.apply(self)
+        else:
+            plain = self.elements()
         self._plain = plain
         self._plain_version = -1 if is_changed else plain._version
         if self._retains and plain.requires_grad:

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.torch_private import storage_key, tree_map
 
 #: Containers and the attributes of objects are followed this deep in search of tensors.
 _DEPTH = 6
+
+#: Frequent types without tensors inside. Types and modules are left out as callables are.
+_WITHOUT_TENSORS = str | bytes | int | float | complex | bool | torch.dtype | torch.device
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -31,21 +33,23 @@ def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int])
     if isinstance(item, torch.Tensor):
         found[id(item)] = item
         return
-    if item is None or isinstance(item, str | bytes | int | float | complex | bool | torch.dtype | torch.device):
+    if item is None or isinstance(item, _WITHOUT_TENSORS) or callable(item):
         return
-    if depth == 0 or id(item) in seen or isinstance(item, type | nn.Module) or callable(item):
+    if depth == 0 or id(item) in seen:
         return
     seen.add(id(item))
-    if isinstance(item, Mapping):
-        inside = list(item.values())
-    elif isinstance(item, list | tuple | set | frozenset):
-        inside = list(item)
-    elif dataclasses.is_dataclass(item):
-        inside = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-    else:
-        inside = list(getattr(item, "__dict__", {}).values())
-    for part in inside:
+    for part in _parts_of(item):
         _look(part, depth - 1, found, seen)
+
+
+def _parts_of(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if dataclasses.is_dataclass(item):
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    return list(getattr(item, "__dict__", {}).values())
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

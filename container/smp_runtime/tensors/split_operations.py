@@ -356,12 +356,11 @@ def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
 
 def _are_plain(args: Any, kwargs: Any) -> bool:
     """Return whether a call's tensors are PyTorch's own, without other code that intercepts operations."""
-    for each in (*args, *kwargs.values()):
-        if not isinstance(each, torch.Tensor):
-            continue
-        if type(each) not in (torch.Tensor, torch.nn.Parameter) or is_transformed(each):
-            return False
-    return True
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    kinds = set(map(type, tensors))
+    if not kinds <= {torch.Tensor, torch.nn.Parameter}:
+        return False
+    return not any(map(is_transformed, tensors))
 
 
 def _has_gradient(tensor: torch.Tensor | None) -> bool:

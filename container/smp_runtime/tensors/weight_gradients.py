@@ -95,11 +95,10 @@ class WeightGradients:
         while self._later:
             weights, compute = self._later.pop()
             with torch.no_grad():
-                for weight, gradient in zip(weights, compute(), strict=True):
-                    key = id(weight)
-                    left[key] -= 1
-                    if gradient is not None:
-                        sums[key] = sums[key] + gradient if key in sums else gradient
+                gradients = compute()
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    left[id(weight)] -= 1
+                    _add_to(sums, id(weight), gradient)
             ready = [weight for weight in weights if not left[id(weight)] and id(weight) in sums]
             if ready:
                 found = tuple(sums.pop(id(weight)) for weight in ready)
@@ -157,6 +156,14 @@ def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tens
         return False
     left.add((weight,), lambda: (compute(),))
     return True
+
+
+def _add_to(sums: dict[int, torch.Tensor], key: int, gradient: torch.Tensor | None) -> None:
+    if gradient is None:
+        return
+    # Not in place: the script may hold the tensor that its ``compute`` has returned.
+    former = sums.get(key)
+    sums[key] = gradient if former is None else former + gradient
 
 
 def is_deferrable(weight: object) -> bool:
@@ -240,11 +247,13 @@ class SplitOperation(torch.autograd.Function):
         operation: SplittableOperation = ctx.operation
         kept, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
         left = _open()
+        later = []
         if left is not None:
             later = [i for i in operation.weights if wanted[i] and _may_wait(operation.tensors[i])]
-            if later:
-                _leave(left, operation, gradient, kept, later)
-                wanted = [needed and i not in later for i, needed in enumerate(wanted)]
+        if left is not None and later:
+            _leave(left, operation, gradient, kept, later)
+            for i in later:
+                wanted[i] = False
         if not any(wanted):
             return (None, *([None] * len(wanted)))
         return (None, *operation.gradients(gradient, kept, wanted))

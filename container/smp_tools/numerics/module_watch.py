@@ -196,16 +196,16 @@ def _readers(ranks: WatchedRank) -> Group:
 
 def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
     """Return the paths of all modules inside blocks that are split across a tensor parallel group."""
-    paths = []
-    starts = []
+    inside: set[str] = set()
+    starts: tuple[str, ...] = ()
+    # A block comes before the modules inside it.
     for path, part in module.named_modules():
-        paths.append(path)
-        is_block = isinstance(part, DistributedModule) or entry_of(part) is not None
-        if is_block:
-            starts.append(f"{path}." if path else "")
-    # A model that is such a block itself has the start "", which all paths have.
-    inside = [path for path in paths if path.startswith(tuple(starts))]
-    return frozenset(path for path in inside if path)
+        if path and path.startswith(starts):
+            inside.add(path)
+        if isinstance(part, DistributedModule) or entry_of(part) is not None:
+            # Empty for a model that is such a block itself: all paths begin so.
+            starts += (f"{path}." if path else "",)
+    return frozenset(inside)
 
 
 # Hooks are plain functions that hold their watch weakly: a model is copied with its hooks, and Python does not see the way

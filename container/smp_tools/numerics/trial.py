@@ -144,7 +144,7 @@ def disable_dropout(module: nn.Module) -> list[str]:
             names.append("p")
         for name in names:
             setattr(part, name, 0.0)
-            found.append(f"{path}.{name}" if path else name)
+            found.append(f"{path}.{name}".lstrip("."))
     return found
 
 

@@ -117,9 +117,9 @@ class HostValues:
 
     def _ranks(self) -> dict[int, tuple[int, TimeReading]]:
         found = {self._rank: (os.getpid(), current_record().pace.read())}
-        if self._folder:
-            for name in os.listdir(self._folder):
-                seen = read_glance(Path(self._folder, name)) if name.isdecimal() else None
-                if seen is not None and seen.pace is not None:
-                    found[int(name)] = seen.pid, seen.pace
+        names = os.listdir(self._folder) if self._folder else []
+        for name in filter(str.isdecimal, names):
+            seen = read_glance(Path(self._folder, name))
+            if seen is not None and seen.pace is not None:
+                found[int(name)] = seen.pid, seen.pace
         return found

@@ -123,12 +123,14 @@ class Executor:
         wanted = [item for item in items if item is not None and not item.done]
         deadline = time.monotonic() + PATIENCE
         with self.changed:
+            # Before the wait: the thread sleeps while it has no targets.
             self._targets += wanted
             self.changed.notify_all()
-            while not all(item.done for item in wanted) and self._error is None:
-                has_changed = self.changed.wait(1.0)
-                if not has_changed and time.monotonic() > deadline:
-                    raise CudaCallError(self._stuck())
+            for item in wanted:
+                while not item.done and self._error is None:
+                    has_changed = self.changed.wait(1.0)
+                    if not has_changed and time.monotonic() > deadline:
+                        raise CudaCallError(self._stuck())
             self._raise()
 
     def look(self, item: QueuedWork | None) -> bool:

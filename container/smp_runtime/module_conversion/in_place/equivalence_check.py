@@ -273,9 +273,10 @@ class EquivalenceCheck:
         for place, value in self._call.given().items():
             if not isinstance(value, torch.Tensor) or value.dim() < 3:
                 continue
-            dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
-            if dims:
-                found.append(DeferredSlice(place, dims[0], value.shape[dims[0]]))
+            for dim in (1, 0):
+                if value.shape[dim] in heads:
+                    found.append(DeferredSlice(place, dim, value.shape[dim]))
+                    break
         return tuple(found)
 
     def _summed(self, runs: Sequence[_PassResult]) -> list[str]:
@@ -460,10 +461,13 @@ def _is_output_by_rows(tensor: torch.Tensor, flows: bool, batch: int) -> bool:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | tuple | list):
-        return []
-    return [tensor for item in items for tensor in _tensors(item)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    found: list[torch.Tensor] = []
+    if isinstance(value, tuple | list):
+        for item in value:
+            found += _tensors(item)
+    return found
 
 
 def _sum_of(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -479,8 +483,10 @@ def _equal(found: torch.Tensor | None, expected: torch.Tensor | None, least: flo
         return False
     if not found.is_floating_point():
         return bool(torch.equal(found, expected))
+    if not expected.numel():
+        return True
     tolerance = _TOLERANCES.get(expected.dtype, _TOLERANCES[torch.float32])
-    scale = max(least, float(expected.abs().max())) if expected.numel() else 1.0
+    scale = max(least, float(expected.abs().max()))
     return bool(torch.allclose(found, expected, rtol=0.0, atol=tolerance * scale, equal_nan=True))
 
 

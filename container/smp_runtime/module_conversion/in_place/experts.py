@@ -53,11 +53,10 @@ def _mixtures(block: nn.Module) -> list[str]:
     for path, part in block.named_modules():
         if path and _has_experts(part):
             found[path.rpartition(".")[0]] = None
-    # The block itself, with an empty path, is a mixture only if it has no mixture inside.
-    if len(found) == 1:
-        return list(found)
-    inner = [path for path in found if path]
-    return [path for path in inner if not _is_around_others(path, found)]
+    if len(found) > 1:
+        # The block itself, with an empty path, is a mixture only if it has no mixture inside.
+        found.pop("", None)
+    return [path for path in found if not _is_around_others(path, found)]
 
 
 def _has_experts(part: nn.Module) -> bool:

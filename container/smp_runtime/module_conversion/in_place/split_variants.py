@@ -148,15 +148,18 @@ def is_divisible(block: nn.Module, unit: SplitUnit, size: int) -> str | None:
 def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[SplitUnit, _Heads | None]]:
     if is_divisible(block, unit, size) is None:
         yield unit, None
-    rows = [path for path, how in unit.leaves.items() if not how.columns]
-    has_layout = any(how.joins or how.pieces or how.runs for how in unit.leaves.values())
-    if len(rows) != 1 or has_layout:
-        return
-    width, _ = features_of(block.get_submodule(rows[0]))
-    outputs = {}
+    widths, outputs = [], {}
     for path, how in unit.leaves.items():
+        if how.joins or how.pieces or how.runs:
+            return  # it has a layout already
+        inputs, features = features_of(block.get_submodule(path))
         if how.columns:
-            _, outputs[path] = features_of(block.get_submodule(path))
+            outputs[path] = features
+        else:
+            widths.append(inputs)
+    if len(widths) != 1:
+        return
+    width = widths[0]
     pieces = _pieces(outputs, width)
     is_packed = any(len(found) > 1 for found in pieces.values())
     if is_packed:

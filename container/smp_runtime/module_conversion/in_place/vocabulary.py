@@ -60,7 +60,8 @@ def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGro
             return False
         if group.prescaled:
             return all(calls[path])
-        return all(shape and shape[0] == BATCH for shape in calls[path])
+        batches = {shape[:1] for shape in calls[path]}
+        return batches <= {(BATCH,)}
 
     return [paths for paths in groups if all(map(is_right, paths))]
 
