@@ -111,17 +111,16 @@ def index_of(device: Any, optional: bool = True) -> int:
         return current_index()
     if isinstance(device, Entered):
         return require(device.idx)
-    is_number = isinstance(device, int) and not isinstance(device, bool)
-    if is_number:
-        return current_index() if device < 0 else require(device)
     if isinstance(device, str):
         device = torch.device(device)
-    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
-    if not is_cuda:
+    if isinstance(device, torch.device) and device.type == "cuda":
+        index: int | None = device.index
+    elif isinstance(device, int) and not isinstance(device, bool):
+        # PyTorch takes any negative number for the current device.
+        index = None if device < 0 else device
+    else:
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    if device.index is None:
-        return current_index()
-    return require(device.index)
+    return current_index() if index is None else require(index)
 
 
 def real_device(device: Any) -> Any:

@@ -319,6 +319,7 @@ def _merged_list(values: list[Any]) -> Any:
     for one in values:
         if isinstance(one, StepOutput | Mapping | tuple):
             return list(map(_merged, values))
+    # A value for the whole batch, such as a name, is the same from each microbatch.
     for one in values:
         if one != values[0]:
             return values

@@ -333,6 +333,7 @@ def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
 def _joined_tensor(outputs: list[torch.Tensor], sizes: list[int] | None, parts: int) -> torch.Tensor:
     kept = []
     for index, output in enumerate(outputs):
+        # A microbatch of size 0 has samples that are in another one too.
         if sizes is None or sizes[index]:
             kept.append(output.detach())
     if parts == 1 or kept[0].dim() == 0:

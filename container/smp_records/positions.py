@@ -103,9 +103,10 @@ class RankRecord:
     def line(self) -> ScriptLine:
         """Return the script's line that was noted last."""
         last = ScriptLine("", 0)
-        for noted in (*self.calls, *self.waits):
-            if noted.line:
-                last = noted.line
+        lines = [call.line for call in self.calls]
+        lines += [wait.line for wait in self.waits]
+        for line in filter(None, lines):
+            last = line
         return last
 
 

@@ -265,10 +265,11 @@ def _training_hosts(resources: dict[str, Any]) -> list[Any]:
     """Return the hosts of the instance group that trains, or none if the job has no such groups."""
     chosen = read_parameters().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
-        if not isinstance(group, dict) or group.get("instance_group_name") not in chosen:
+        if not isinstance(group, dict):
             continue
-        if group.get("hosts"):
-            return list(group["hosts"])
+        hosts = group.get("hosts")
+        if hosts and group.get("instance_group_name") in chosen:
+            return list(hosts)
     return []
 
 

@@ -161,10 +161,12 @@ def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = Fal
     """Return the newest GPU image of the table that is patched on a day and supports ``gpu``, or None."""
     rows = []
     for row in image_table.images():
-        is_of_kind = row.processor == "gpu" and (row.transformers is not None) is huggingface
-        is_usable = not row.has_ended(day) and not is_too_new(row.cuda, gpu)
-        if is_of_kind and is_usable:
-            rows.append(row)
+        has_transformers = row.transformers is not None
+        if row.processor != "gpu" or has_transformers != huggingface:
+            continue
+        if row.has_ended(day) or is_too_new(row.cuda, gpu):
+            continue
+        rows.append(row)
     return max(rows, key=lambda row: version_numbers(row.torch), default=None)
 
 

@@ -131,14 +131,15 @@ def travelling_requirements() -> list[str]:
     ``mpirun … python -m mpi4py``, after it has installed the requirements on every host.
     """
     found = set()
-    for needed in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ()):
-        is_wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
-        if not is_wanted or needed.name in _OF_THE_IMAGE:
+    declared = importlib.metadata.requires(DISTRIBUTION) or ()
+    surroundings = {"extra": "runtime"}
+    for needed in map(Requirement, declared):
+        if needed.name in _OF_THE_IMAGE:
             continue
-        if needed.name in _IN_ANY_VERSION:
-            found.add(needed.name)
-        else:
-            found.add(f"{needed.name}{needed.specifier}")
+        if needed.marker is not None and not needed.marker.evaluate(surroundings):
+            continue
+        version = "" if needed.name in _IN_ANY_VERSION else str(needed.specifier)
+        found.add(f"{needed.name}{version}")
     return sorted(found)
 
 

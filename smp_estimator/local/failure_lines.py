@@ -77,8 +77,9 @@ def _places(detail: str) -> list[str]:
         return []
     frames = _FRAME.finditer(detail[detail.rindex(_TRACEBACK) :])
     own = [frame for frame in frames if _CODE.search(frame["file"])]
-    chosen = [own[0], own[-1]] if len(own) > 1 else own
-    return [_shown(frame) for frame in chosen]
+    if len(own) > 2:
+        own = [own[0], own[-1]]
+    return list(map(_shown, own))
 
 
 def _shown(frame: re.Match[str]) -> str:

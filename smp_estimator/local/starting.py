@@ -180,8 +180,10 @@ def _warn_of_ignored(request: Mapping[str, Any]) -> None:
     for key, words in _IGNORED.items():
         if request.get(key):
             logger.warning("left out, since a job on this machine has no such thing: %s", words)
+    # These two are part of the image's description.
+    algorithm = request["AlgorithmSpecification"]
     for key in ("ContainerEntrypoint", "ContainerArguments"):
-        if request["AlgorithmSpecification"].get(key):
+        if algorithm.get(key):
             logger.warning("%s has no meaning without a container and is left out", key)
 
 

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from smp_estimator.migration.source import assignments
+
 #: Calls whose result has the same items as their argument.
 _SAME_ITEMS = ("list", "tuple", "sorted", "reversed", "set")
 
@@ -98,15 +100,13 @@ class Holders:
         return sum(map(len, found)) + sum(map(len, self.makers_at.values()))
 
     def _statement(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._bind(target, node.value)
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            self._bind(node.target, node.value)
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        for target, value in assignments(node):
+            self._bind(target, value)
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             self._loop(node.target, node.iter)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
-            self._add(node.func.value, node.args)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in _ADDING:
+                self._add(node.func.value, node.args)
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -139,12 +139,11 @@ class Holders:
             self.many.add(ast.unparse(container))
 
     def _loop(self, target: ast.expr, items: ast.expr) -> None:
-        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
-        if not isinstance(items, ast.Call) or not parts:
-            if self._is_many(items):
-                self.single.update(map(ast.unparse, parts or [target]))
-            return
-        sources = _sources_of_parts(items, len(parts))
+        parts = [target]
+        sources: list[ast.expr | None] = [items]
+        if isinstance(target, ast.Tuple | ast.List):
+            parts = target.elts
+            sources = _sources_of_parts(items, len(parts))
         for part, source in zip(parts, sources, strict=False):
             if source is not None and self._is_many(source):
                 self.single.add(ast.unparse(part))
@@ -176,8 +175,10 @@ class Holders:
                 self.makers_of_many.add(function.name)
 
 
-def _sources_of_parts(items: ast.Call, count: int) -> list[ast.expr | None]:
+def _sources_of_parts(items: ast.expr, count: int) -> list[ast.expr | None]:
     """Return, by position in a loop's target of ``count`` names, the expression whose items a name takes; None if unknown."""
+    if not isinstance(items, ast.Call):
+        return [items] * count
     name = _last_name(items.func)
     sources: list[ast.expr | None] = [None] * count
     if name == "items" and isinstance(items.func, ast.Attribute):

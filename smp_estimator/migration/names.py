@@ -349,11 +349,12 @@ def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
 
 def _header_length(source: ScriptSource) -> int:
     """Return the number of statements at the top that are the docstring, imports or magics."""
-    for number, node in enumerate(source.tree.body):
+    body = source.tree.body
+    for number, node in enumerate(body):
         is_magic = node.lineno in source.magics
         if not is_magic and not _is_header(number, node):
             return number
-    return len(source.tree.body)
+    return len(body)
 
 
 def _is_header(number: int, node: ast.stmt) -> bool:
@@ -373,9 +374,10 @@ def _first_import_of_sdk(body: list[ast.stmt], names: ScriptNames, after: int) -
 
 
 def _is_of_sdk(node: ast.Import | ast.ImportFrom) -> bool:
-    modules = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         modules = [node.module or ""]
+    else:
+        modules = [alias.name for alias in node.names]
     packages = {module.split(".")[0] for module in modules}
     return not packages.isdisjoint(("sagemaker", "smp_estimator"))
 
@@ -384,8 +386,9 @@ def _uses_sdk(statement: ast.stmt, names: ScriptNames) -> bool:
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return False
     for node in ast.walk(statement):
-        is_of_sdk = names.full(node).startswith(("sagemaker", "smp_estimator"))
-        if is_of_sdk or names.is_estimator(node):
+        if names.is_estimator(node):
+            return True
+        if names.full(node).startswith(("sagemaker", "smp_estimator")):
             return True
     return False
 
@@ -395,10 +398,8 @@ def _imports(source: ScriptSource) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield node
-        elif isinstance(node, ast.ImportFrom):
-            is_relative = not node.module or node.level
-            if not is_relative:
-                yield node
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node
 
 
 def _as(alias: ast.alias) -> str:

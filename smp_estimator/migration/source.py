@@ -8,7 +8,7 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smp_estimator.migration.fstrings import place_expressions
@@ -281,6 +281,15 @@ def _is_only_one_of_block(node: ast.stmt, parent: ast.AST | None) -> bool:
         return False
     blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)]
     return [node] in blocks
+
+
+def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield target and value of what a statement or an expression assigns."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield target, node.value
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield node.target, node.value
 
 
 def is_literal(node: ast.AST | None) -> bool:

@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from smp_estimator.migration.source import is_literal, literal_value
+from smp_estimator.migration.source import assignments, is_literal, literal_value
+
+#: Methods that change a container.
+_CHANGING = ("update", "pop", "setdefault", "append")
 
 
 @dataclass
@@ -29,18 +32,16 @@ class Values:
                 self._statement(node)
 
     def _statement(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._assign(target, node.value)
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            self._assign(node.target, node.value)
-        elif isinstance(node, ast.AugAssign):
+        for target, value in assignments(node):
+            self._assign(target, value)
+        if isinstance(node, ast.AugAssign):
             self._assign(node.target, None)
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             self._loop(node.target, node.iter)
         elif isinstance(node, ast.arguments):
             self._parameters(node)
-        elif isinstance(node, ast.Attribute) and node.attr in ("update", "pop", "setdefault", "append"):
+        elif isinstance(node, ast.Attribute) and node.attr in _CHANGING:
+            # Mentioning the method is enough: what the call does to the value is not followed.
             self._assign(node.value, None)
 
     def resolve(self, node: ast.AST | None) -> ast.AST | None:

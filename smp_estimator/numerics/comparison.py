@@ -85,12 +85,20 @@ class Compared:
     @property
     def where(self) -> str:
         """Return the name of the tensor in words."""
-        phase = self.key.phase
-        is_of_call = phase in (OUTPUT, OUTPUT_GRADIENT)
-        call, tensor = divmod(self.key.nth, NUMBERS_OF_CALL) if is_of_call else (0, self.key.nth)
-        name = self.key.name or ("the model" if is_of_call or phase == INPUT else "")
-        more = (f", call {call + 1}" if call else "") + (f", tensor {tensor + 1}" if tensor else "")
-        return f"{phase} of {name}{more}" if name else phase
+        phase, name = self.key.phase, self.key.name
+        if not name and phase in (INPUT, OUTPUT, OUTPUT_GRADIENT):
+            name = "the model"
+        if not name:
+            return phase
+        call, tensor = 0, self.key.nth
+        if phase in (OUTPUT, OUTPUT_GRADIENT):
+            call, tensor = divmod(self.key.nth, NUMBERS_OF_CALL)
+        words = [f"{phase} of {name}"]
+        if call:
+            words.append(f"call {call + 1}")
+        if tensor:
+            words.append(f"tensor {tensor + 1}")
+        return ", ".join(words)
 
 
 @dataclass
@@ -182,6 +190,7 @@ def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
             continue
         errors = []
         for call in found:
+            # The calls of the other run may come in another order: the nearest one counts.
             distances = [estimate_distance(call.projections, other.projections) for other in theirs[key]]
             errors.append(min(distances) / (call.norm or 1.0))
         least = max(errors) / _GROWN
@@ -482,11 +491,17 @@ def _least(ours: Totals, theirs: Totals, phase: str) -> float:
 
     It is a fixed part of the root mean square of the elements that both runs have.
     """
+    square, elements = 0.0, 0
+    for key, total in ours.items():
+        if key.phase != phase or key not in theirs:
+            continue
+        if math.isfinite(total.square):
+            square += total.square
+            elements += total.elements
+    if not elements:
+        return 0.0
     part = _LEAST_GRADIENT if phase == GRADIENT else _LEAST_OUTPUT_GRADIENT
-    common = [total for key, total in ours.items() if key.phase == phase and key in theirs]
-    found = [total for total in common if math.isfinite(total.square)]
-    elements = sum(total.elements for total in found)
-    return part * math.sqrt(sum(total.square for total in found) / elements) if elements else 0.0
+    return part * math.sqrt(square / elements)
 
 
 def _turned_around(gradient: Total, error: float) -> float | None:

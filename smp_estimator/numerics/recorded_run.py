@@ -89,11 +89,15 @@ class PartialSum:
 
 def relative_error(distance: float, size: float, one: PartialSum, other: PartialSum) -> float:
     """Return a distance relative to a size; for sums that are not finite, infinity if only one is such, and 0 if both are."""
-    if one.is_bad and other.is_bad:
-        return 0.0
-    if one.is_bad or other.is_bad or not math.isfinite(distance + size):
+    if one.is_bad != other.is_bad:
         return math.inf
-    return distance / size if size else 0.0
+    if one.is_bad:
+        return 0.0
+    if not math.isfinite(distance + size):
+        return math.inf
+    if not size:
+        return 0.0
+    return distance / size
 
 
 @dataclass

@@ -17,7 +17,7 @@ from smp_estimator.numerics.script_run import launch_command, run_recorded
 from smp_records.numerics import EVERY_VARIABLE, TRIAL_VARIABLE, VARIABLE, Trial
 
 if TYPE_CHECKING:
-    from smp_estimator.numerics.recorded_run import RecordedRun
+    from smp_estimator.numerics.recorded_run import RecordedRun, Total
 
 #: A norm that no gradient reaches.
 _NO_CLIPPING = 1e30
@@ -157,9 +157,10 @@ def loss_of(run: RecordedRun) -> list[float]:
     """Return the mean loss of every training step that returns a loss; NaN alone if there is none."""
     found = []
     for totals in run.moments.values():
-        has_gradients = any(key.phase == "gradient" for key in totals)
-        losses = [total for key, total in totals.items() if key.phase == "loss"]
-        if has_gradients and losses:
-            loss = losses[0]
+        by_phase: dict[str, list[Total]] = {}
+        for key, total in totals.items():
+            by_phase.setdefault(key.phase, []).append(total)
+        if "gradient" in by_phase and "loss" in by_phase:
+            loss = by_phase["loss"][0]
             found.append(loss.projections[0] / max(loss.elements, 1))
     return found or [math.nan]

@@ -139,7 +139,9 @@ class InStockImage(_SDK):
         """Log a warning if the job's image does not support its instances, or is no longer patched."""
         row = self._image_row()
         known = instance(self._carried_instance_type() or "")
-        gpu = None if known is None else known.gpu
+        gpu = None
+        if known is not None:
+            gpu = known.gpu
         findings = [self._lack_of_image(row, gpu)]
         # An attached job has its image already.
         if row is not None and not restore.is_attaching():

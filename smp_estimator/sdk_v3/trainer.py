@@ -343,8 +343,9 @@ def _wants_processes(arguments: Mapping[str, Any]) -> bool:
     """Return whether a trainer with these arguments trains as processes of this machine."""
     if arguments.get("training_image") or arguments.get("algorithm_name"):
         return False
-    is_local = arguments.get("training_mode") in (Mode.LOCAL_CONTAINER, Mode.LOCAL_CONTAINER.value)
-    if is_local:
+    mode = arguments.get("training_mode")
+    # The SDK takes the value of the enumeration too.
+    if mode in (Mode.LOCAL_CONTAINER, Mode.LOCAL_CONTAINER.value):
         return True
     kind = given_value(arguments.get("compute"), "instance_type")
     return isinstance(kind, str) and kind in LOCAL_TYPES

@@ -197,16 +197,15 @@ def _default_options(instance_type: str | None) -> list[MpiOption]:
 
 def _added_options(instance_type: str | None, custom: str, environment: Mapping[str, Any]) -> list[MpiOption]:
     """Return the platform's options and the mirrored variables, without those that the user sets in either place."""
-    given = {option.subject for option in parse_mpi_options(custom)}
-    added = []
-    for option in _default_options(instance_type):
-        is_in_environment = option.name == "x" and option.key in environment
-        if option.subject not in given and not is_in_environment:
-            added.append(option)
+    added = {option.subject: option for option in _default_options(instance_type)}
+    for name in environment:
+        added.pop(("x", name), None)
     for name, value in _mirrored(environment):
-        if ("x", name) not in given:
-            added.append(MpiOption("x", name, value))
-    return added
+        option = MpiOption("x", name, value)
+        added[option.subject] = option
+    for given in parse_mpi_options(custom):
+        added.pop(given.subject, None)
+    return list(added.values())
 
 
 def _mirrored(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_config.errors import kind_of
+from smp_config.formats.values import is_number
 from smp_estimator.timeline.files import place_of, read_files, read_timeline
 from smp_estimator.timeline.views import begin_of, chrome_trace
 from smp_records.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
@@ -228,11 +229,10 @@ def _checked(event: Any) -> Event:
         raise TypeError(f"an event is {kind_of(event)}")
     for name in ("ts", "dur"):
         number = event.get(name, 0)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not abs(number) < 1e18:  # NaN too
+        if not is_number(number) or not abs(number) < 1e18:  # NaN too
             raise ValueError(f"{name} of an event is {str(number)[:40]!r}")
-    if isinstance(event.get("pid"), list | dict):
-        raise TypeError("an event of another form")
-    if not isinstance(event.get("args", {}), dict | None):
+    has_process = not isinstance(event.get("pid"), list | dict)
+    has_arguments = isinstance(event.get("args", {}), dict | None)
+    if not has_process or not has_arguments:
         raise TypeError("an event of another form")
     return event

@@ -91,12 +91,12 @@ class Step:
     @property
     def kind(self) -> str:
         """Return ``failed`` if a rank ended with an error, ``training`` if there was a backward pass, or ``evaluation``."""
-        if any(rank.failed for rank in self.ranks):
-            return "failed"
+        kinds: set[str] = set()
         for rank in self.ranks:
-            if any(block.kind == "B" for block in rank.blocks):
-                return "training"
-        return "evaluation"
+            if rank.failed:
+                return "failed"
+            kinds.update(block.kind for block in rank.blocks)
+        return "training" if "B" in kinds else "evaluation"
 
     @property
     def title(self) -> str:

@@ -61,6 +61,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is an ``int`` or a ``float``, but no ``bool``."""
+    return isinstance(value, float) or is_integer(value)
+
+
 def is_count(text: str) -> bool:
     """Return whether a text is a whole number of at most nine digits; ``²``, a digit in Python, does not count."""
     is_ascii_number = text.isascii() and text.isdigit()

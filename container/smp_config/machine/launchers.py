@@ -289,6 +289,7 @@ def _is_from_inside(torch: Started, environ: Mapping[str, str]) -> bool:
     """Return whether ``RANK`` and ``WORLD_SIZE`` certainly come from the launcher of this very process."""
     if ELASTIC_VARIABLE in environ:
         return True
+    # This project's launcher repeats both under names of its own.
     own = tuple(environ.get(name) for name in OWN_VARIABLES)
     is_own = own == (str(torch.rank), str(torch.size))
     return is_own and ADDRESS_VARIABLE in environ

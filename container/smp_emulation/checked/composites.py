@@ -69,11 +69,14 @@ def place_factory(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]
     The same holds for autograd, which makes ``.grad`` with the options of the parameter. These say "cpu", since the tensors that
     PyTorch sees are host tensors.
     """
+    found = dict(kwargs)
     if _is_from_autograd(func, kwargs):
-        return {name: value for name, value in kwargs.items() if name != "device"}
-    if _inside.number is None or tensors or "device" not in kwargs:
-        return kwargs
-    return {**kwargs, "device": torch.device("cuda", _inside.number)}
+        found.pop("device", None)
+        return found
+    makes_tensor = "device" in kwargs and not tensors
+    if makes_tensor and _inside.number is not None:
+        found["device"] = torch.device("cuda", _inside.number)
+    return found
 
 
 def _is_from_autograd(func: Any, kwargs: dict[str, Any]) -> bool:

@@ -94,10 +94,12 @@ class Operations(TorchDispatchMode):
     def _note_host_access(
         self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[StoragePlace | None]
     ) -> None:
-        written = {id(tensor) for tensor in _written(func, args, kwargs)}
+        written = set(map(id, _written(func, args, kwargs)))
         for tensor, place in zip(tensors, places, strict=True):
-            if place is not None and place.device is None:
-                self._devices.host_touches(tensor, place, str(func), writes=id(tensor) in written)
+            if place is None or place.device is not None:
+                continue
+            writes = id(tensor) in written
+            self._devices.host_touches(tensor, place, str(func), writes=writes)
 
     def _in_host_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation at once, and register its result as pinned if it should be."""

@@ -129,6 +129,7 @@ def _tensor_type(original: Any) -> Any:
             return original(self, type_here(dtype), non_blocking, **kwargs)
         name = original(self)
         is_of_host = name.startswith("torch.") and not name.startswith(_TYPE_PREFIX)
+        # PyTorch's own code looks up its types by the true name.
         if is_of_host and not asked_by_pytorch_or_us():
             return _TYPE_PREFIX + name.removeprefix("torch.")
         return name

@@ -203,7 +203,8 @@ def _gives_new_elements(function: Any) -> bool:
     """Return whether an operation makes a tensor, or writes into an argument; views do neither."""
     for returned in function._schema.returns:
         alias = returned.alias_info
-        if alias is None or alias.is_write:
+        is_new = alias is None
+        if is_new or alias.is_write:
             return True
     return False
 

@@ -312,6 +312,7 @@ class FailureCollector:
         own = {record.rank for record in self.records if not record.accused}
         if not own:
             return self._most_accused()
+        # Who blames a rank that reported its own failure only noticed that failure.
         causes = [record for record in self.records if own.isdisjoint(record.accused)]
         return min(causes, key=_time_of, default=None)
 

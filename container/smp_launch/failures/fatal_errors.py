@@ -193,9 +193,9 @@ def flush_files() -> None:
     found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
     # Text files first: they write into the files of bytes below them.
     for kind in (io.TextIOBase, io.BufferedIOBase):
-        for file in found:
-            if issubclass(type(file), kind):
-                _flush(file)
+        of_kind = [file for file in found if issubclass(type(file), kind)]
+        for file in of_kind:
+            _flush(file)
 
 
 def _flush(file: io.IOBase) -> None:
@@ -203,7 +203,8 @@ def _flush(file: io.IOBase) -> None:
         if not file.closed and file.writable():
             file.flush()
     except Exception:
-        pass  # the file is the script's or a library's, in any state; the other files must still be flushed
+        # The file is the script's or a library's, in any state; the other files must still be flushed.
+        return
 
 
 def _flush_streams() -> None:

@@ -131,6 +131,7 @@ def _why_no_gradient(error: BaseException) -> str | None:
     """Return why a backward pass outside a step has nothing to start from; None for another error."""
     if not isinstance(error, RuntimeError) or not str(error).startswith(_WITHOUT_GRADIENT):
         return None
+    # A script that has not imported the runtime has no steps to be outside of.
     if "smp_runtime.step" not in sys.modules:
         return None
     for name in _modules(error):

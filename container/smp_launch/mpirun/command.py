@@ -287,9 +287,10 @@ def without_scheduler(environ: Mapping[str, str]) -> dict[str, str]:
 
     Folders for temporary files (``SLURM_TMPDIR`` and the like) stay.
     """
-    kept = {}
-    for name, value in environ.items():
-        is_scheduler_s = name == _GRID_ENGINE or name.startswith(_SCHEDULERS)
-        if name.endswith("_TMPDIR") or not is_scheduler_s:
-            kept[name] = value
+    kept = dict(environ)
+    # mpirun does not take a job for Grid Engine's without this one.
+    kept.pop(_GRID_ENGINE, None)
+    for name in environ:
+        if name.startswith(_SCHEDULERS) and not name.endswith("_TMPDIR"):
+            del kept[name]
     return kept

@@ -303,7 +303,9 @@ class _ShellError(RuntimeError):
 def _strip_own_frames(error: BaseException) -> None:
     """Let the traceback begin with the script, if the script has frames."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename != __file__:
+            break
         trace = trace.tb_next
     # A syntax error names the script's line itself; the frames of compile() would only hide it.
     if trace is not None or isinstance(error, SyntaxError):

@@ -50,8 +50,9 @@ def other_variable(one: Mapping[str, str], other: Mapping[str, str]) -> str | No
 
     Only variables that imports may have read count.
     """
-    for name in sorted({*one, *other}):
-        is_free = name in _FREE or name.startswith(_FREE_PREFIXES)
-        if not is_free and one.get(name) != other.get(name):
+    for name in sorted({*one, *other} - _FREE):
+        if name.startswith(_FREE_PREFIXES):
+            continue
+        if one.get(name) != other.get(name):
             return name
     return None

@@ -124,19 +124,20 @@ def position_of(
 
 
 def _is_compiling(thread: Thread) -> bool:
-    for frame in thread.frames:
-        for part in _COMPILER:
-            if part in frame.file:
-                return True
+    files = {frame.file for frame in thread.frames}
+    for part in _COMPILER:
+        if any(part in file for file in files):
+            return True
     return False
 
 
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
     """Return the thread that runs the script: a pipeline's thread in the script's code, else the main thread."""
+    # A pipeline runs the script's tasks in threads; meanwhile the main thread only waits.
     for thread in filter(_is_in_script, threads):
-        for frame in thread.frames:
-            if _PIPELINE in frame.file:
-                return thread
+        files = {frame.file for frame in thread.frames}
+        if any(_PIPELINE in file for file in files):
+            return thread
     for thread in threads:
         if thread.ident == main and thread.frames:
             return thread
@@ -159,8 +160,8 @@ def _standing(thread: Thread, wait: Waiting | None) -> tuple[Standing, str]:
     frame = _significant(thread)
     if frame is None or _is_in_script(thread):
         return Standing.SCRIPT, _doing(thread)
-    is_own_work = wait is None and is_ours(frame.file)
-    if is_own_work:
+    # Without a wait that was announced, this library's code computes: other ranks may wait for this one.
+    if wait is None and is_ours(frame.file):
         return Standing.SCRIPT, f"is in this library's {frame.function}"
     return Standing.WAITING, ""
 

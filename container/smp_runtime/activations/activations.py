@@ -105,7 +105,9 @@ class Activations:
         if self._ranks is not None:
             return self.device
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.device.type == "cuda":
                 self.device = leaf.device
         return self.device
 

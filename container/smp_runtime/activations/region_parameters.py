@@ -125,6 +125,7 @@ def _present(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, st
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta:
                 continue
+            # Tied parameters belong to several modules.
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield (module, name), parameter

@@ -344,7 +344,8 @@ def seeing_own_batch(
 
     Their gradients differ within a tensor parallel group, because its ranks have different batches.
     """
-    if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch:
+    is_one_batch = ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch
+    if is_one_batch:
         return []
     return [parameter for parameter in trained if registry.record_of(parameter).reduction is Group.DP]
 

@@ -26,8 +26,9 @@ def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     for module in modules:
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
-        if module.sparse and module.weight.requires_grad:
-            tables[module.weight] = None
+        weight = module.weight
+        if module.sparse and weight.requires_grad:
+            tables[weight] = None
     return list(tables)
 
 
@@ -95,6 +96,7 @@ class SparseReducer:
             if set(counts) <= {_NONE}:
                 parameter.grad = None
             elif _DENSE in counts:
+                # All ranks exchange it in one form, so one dense gradient makes all of them dense.
                 parameter.grad = self._dense(parameter, gradient)
             else:
                 rows = [max(count, 0) for count in counts]

@@ -32,12 +32,13 @@ def find_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     uses: Counter[int] = Counter()
     for module in model.modules():
-        uses.update(id(parameter) for parameter in module._parameters.values())
+        uses.update(map(id, module._parameters.values()))
     head = _find_head(model)
     for name, module in model.named_modules():
         if module is head or not may_multiply(module):
             continue
-        if uses[id(module._parameters["weight"])] == 1:
+        weight = module._parameters["weight"]
+        if uses[id(weight)] == 1:
             yield _WRAPPERS.sub("", name + ".").rstrip("."), module
 
 
@@ -60,7 +61,10 @@ def may_multiply(module: nn.Module) -> bool:
         return False
     if weight.dim() != 2 or not weight.is_floating_point():
         return False
-    return all(size > 0 and size % MULTIPLE == 0 for size in _shape(module, weight))
+    for size in _shape(module, weight):
+        if size == 0 or size % MULTIPLE:
+            return False
+    return True
 
 
 def _shape(module: nn.Module, weight: nn.Parameter) -> Sequence[int]:

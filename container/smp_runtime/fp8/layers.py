@@ -249,6 +249,7 @@ class EightBitLayers:
         """Take the greatest gradients of all ranks, if a context has ended since."""
         if self._group is None or not self._is_recorded:
             return
+        # Once per context: the ranks must reduce the same number of times.
         if self._are_gradients_reduced:
             return
         self._are_gradients_reduced = True

@@ -58,6 +58,7 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
     if not sessions.is_initialized():
         return None
     for model in sessions.current_session().models:
+        # A whole copy generates without other ranks.
         if not isinstance(model, DistributedModel) or model.is_whole_copy:
             continue
         # By identity: a module may define an equality of its own.

@@ -233,9 +233,9 @@ def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
         # A module may keep something else under such a name.
         if not isinstance(hooks, dict) or not isinstance(kept, dict):
             continue
-        for key, hook in hooks.items():
-            if not _is_own(hook):
-                kept.setdefault(key, hook)
+        foreign = {key: hook for key, hook in hooks.items() if not _is_own(hook)}
+        for key, hook in foreign.items():
+            kept.setdefault(key, hook)
 
 
 def _is_listened_to(parameter: nn.Parameter) -> bool:

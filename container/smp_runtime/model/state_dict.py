@@ -143,7 +143,8 @@ class ModelState:
         Sharded tensors come first, unit by unit.
         """
         shards = self._placed.shards
-        with shards.reading_state() if shards is not None else contextlib.nullcontext():
+        reading = contextlib.nullcontext() if shards is None else shards.reading_state()
+        with reading:
             state = self._part.module.state_dict(keep_vars=True)
         pieces = [*self._sharded_pieces(state), *self._other_pieces(state)]
         if only is None:
@@ -156,6 +157,7 @@ class ModelState:
         for unit in units:
             for parameter in unit.parameters:
                 record = self._part.registry.record_of(parameter)
+                # A script's state_dict may leave parameters out, for example frozen ones.
                 if record.name in state:
                     yield record.name, record.shape, parameter
 

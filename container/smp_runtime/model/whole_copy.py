@@ -92,11 +92,11 @@ def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
 def _settle(part: nn.Module, memo: dict[int, Any]) -> None:
     """Make a copied module answer its own calls, and make its hooks refer to it in place of the original."""
     entries = vars(part)
-    for name in list(entries):
-        if name in _STANDING_IN and entries[name] is None:
-            del entries[name]
+    for name, value in list(entries.items()):
+        if name in _STANDING_IN and value is None:
+            del entries[name]  # the class's own method answers again
         elif _holds_hooks(name):
-            entries[name] = copy.deepcopy(entries[name], memo)
+            entries[name] = copy.deepcopy(value, memo)
 
 
 def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tensor:

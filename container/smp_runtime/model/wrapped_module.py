@@ -259,7 +259,8 @@ class WrappedModule(nn.Module):
 
         After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
         """
-        device, dtype = device_asked_for(*args, **kwargs), dtype_asked_for(*args, **kwargs)
+        device = device_asked_for(*args, **kwargs)
+        dtype = dtype_asked_for(*args, **kwargs)
         is_ours = device is not None and device.type == self._ranks.device.type
         if is_ours and self._placed.is_away:
             self.cuda()

@@ -123,7 +123,8 @@ def get_distribution_axis(param: torch.Tensor) -> int | None:
         >>> smp.utils.get_distribution_axis(next(model.parameters())) is None  # without tensor parallelism
         True
     """
-    for model in sessions.current_session().models:
+    models = sessions.current_session().models
+    for model in models:
         for record in model.registry:
             if record.parameter is param:
                 return record.placement.tensor_axis

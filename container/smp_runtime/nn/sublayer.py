@@ -101,5 +101,8 @@ class HalfBlock(DistributedModule):
         weight, bias = norm
         if not is_wide:
             return self.layernorm(total, weight, bias)
-        wide_weight, wide_bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
-        return self.layernorm(total, wide_weight, wide_bias).to(states.dtype)
+        if weight is not None:
+            weight = weight.float()
+        if bias is not None:
+            bias = bias.float()
+        return self.layernorm(total, weight, bias).to(states.dtype)

@@ -75,8 +75,8 @@ def _is_form_open(group: dict[str, Any]) -> bool:
     """Return whether a script has chosen no form of the update, and no setting that fused kernels lack."""
     if "fused" not in group:
         return False
-    is_chosen = group["fused"] is not None or group.get("foreach") is not None
-    if is_chosen:
+    chosen = (group["fused"], group.get("foreach"))
+    if chosen != (None, None):
         return False
     if group.get("capturable") or group.get("differentiable"):
         return False

@@ -59,12 +59,16 @@ class Appearances(TorchFunctionMode):
     def _pass_on(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _PLACES:
             device = self._device_of(args[0])
-            return func(*args) if device is None else self._answer(func, device)
+            if device is None:
+                return func(*args)
+            return self._answer(func, device)
         if func in _MOVES:
             args, kwargs = self._without_move(func, args, kwargs)
             return torch.Tensor.to(*args, **kwargs)
-        if func == _SET_DATA and self._device_of(args[0]) is not None and self._device_of(args[1]) is None:
-            args = (args[0], self._stand_in(args[1]))
+        if func == _SET_DATA and self._device_of(args[0]) is not None:
+            target, value = args
+            if self._device_of(value) is None:
+                args = (target, self._stand_in(value))
         return func(*args, **kwargs)
 
     def _answer(self, func: Any, device: torch.device) -> Any:

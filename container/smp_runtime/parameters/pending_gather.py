@@ -45,6 +45,7 @@ class PendingParameter(nn.Parameter):
         if func in _NEEDS_NO_ELEMENTS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # The gather may still be writing into the parameter.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, PendingParameter):
                 wait_for(leaf)

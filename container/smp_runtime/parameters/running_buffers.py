@@ -153,7 +153,8 @@ class _Method:
     def _call(self, call: ast.Call) -> None:
         for keyword in call.keywords:
             if keyword.arg == "out":
-                self.names |= self._memory(keyword.value) & self._needs_of_all(call.args)
+                written = self._memory(keyword.value)
+                self.names |= written & self._needs_of_all(call.args)
         if isinstance(call.func, ast.Attribute):
             self._method_call(call, call.func)
         elif isinstance(call.func, ast.Name):
@@ -169,7 +170,8 @@ class _Method:
 
     def _method_call(self, call: ast.Call, function: ast.Attribute) -> None:
         """Handle ``self.name.mul_(…)``, and ``self.method(…)``, which is then analyzed too."""
-        name, changed = function.attr, self._memory(function.value)
+        name = function.attr
+        changed = self._memory(function.value)
         if self._is_me(function.value) and not self._depth:
             self.called.add(name)
         is_in_place = name.endswith("_") and not name.endswith("__")
@@ -234,6 +236,7 @@ def _part_of(value: ast.AST) -> ast.AST | None:
     """Return the expression that an attribute, an item or a method call is of; None for other expressions."""
     if isinstance(value, ast.Attribute | ast.Subscript | ast.Starred):
         return value.value
+    # Methods of tensors often return views, such as ``self.mean.view(-1)``.
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         return value.func.value
     return None

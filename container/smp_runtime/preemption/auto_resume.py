@@ -130,7 +130,8 @@ class Progress:
         if optimizer is not self._state.optimizer:
             return
         self._has_updated = True
-        if self._moment is not None:  # no step in between: the script calls the model without one
+        # No step in between: the script calls the model without one.
+        if self._moment is not None:
             self._end_turn(self._moment)
         self._stopped_by = self._stopped_by or self._agreement.finished_step()
         if self._in_loop:

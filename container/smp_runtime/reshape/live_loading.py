@@ -151,7 +151,8 @@ class LiveLoading(PartialLoad):
                 yield from self._wanted(holding.name, holding.region, key)
         for name, buffer in self._unsaved():
             if name in names:
-                yield UNSAVED, name, TensorRegion.of(tuple(buffer.shape))
+                whole = TensorRegion.of(tuple(buffer.shape))
+                yield UNSAVED, name, whole
         yield from self._wanted_states(names)
 
     def _wanted_states(self, names: Container[str]) -> Iterator[Want]:

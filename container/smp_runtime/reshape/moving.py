@@ -176,8 +176,9 @@ class LiveReader(CheckpointReader):
         """See :class:`CheckpointReader`."""
         found = {}
         for name, keys in super().state_keys().items():
-            if keys != [UNSAVED]:
-                found[name] = [key for key in keys if key != UNSAVED]
+            saved = [key for key in keys if key != UNSAVED]
+            if saved or not keys:
+                found[name] = saved
         return found
 
     def extra(self, name: str) -> Any:

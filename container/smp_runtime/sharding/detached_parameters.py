@@ -191,7 +191,9 @@ def _units_in(values: Any) -> Iterator[tuple[Shards, GatheredUnit]]:
         if not isinstance(parameter, nn.Parameter):
             continue
         owner = owner_of(parameter)
-        shards = owner.shards if isinstance(owner, ShardOwner) else None
+        shards = None
+        if isinstance(owner, ShardOwner):
+            shards = owner.shards
         if shards is not None:
             yield shards, shards.unit_of(parameter)
 

@@ -121,7 +121,9 @@ class FlatShards(Generic[Unit]):
         used = self.script_gradients.deliver(unit, reduced, used)
         for parameter, fragment, is_used in zip(unit.parameters, unit.fragments, used, strict=True):
             shard = self.optimizer_shards[parameter]
-            if shard is not None and fragment is not None and is_used:
+            if shard is None or fragment is None:
+                continue  # other ranks update it
+            if is_used:
                 shard.reduced = unit.slice_of(reduced, fragment)
 
     def take_back_gradients(self) -> None:

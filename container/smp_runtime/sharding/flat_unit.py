@@ -217,6 +217,7 @@ class SavedView:
         """Copy the tensor, since the parameter gets another value. The unit is gathered."""
         if self.unit is None or self.is_overwritten:
             return
+        # The saved tensor shares memory with the unit, which is about to be written into.
         with torch.no_grad():
             self.tensor = self.tensor.clone()
         self.unit = None

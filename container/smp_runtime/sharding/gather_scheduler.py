@@ -100,6 +100,7 @@ class GatherScheduler:
         if not has_values or not unit.is_idle:
             return
         number = self._numbers[id(unit)]
+        # A unit that is next would be gathered again at once.
         if number not in self.order.upcoming(1):
             self.free(unit)
             self._fetch_ahead()
@@ -156,9 +157,10 @@ class GatherScheduler:
 
     def _bring(self, unit: ShardedUnit, full: torch.Tensor) -> Work:
         """Begin to fill ``full``, in 8 bits if the unit's layers multiply so."""
-        rounding = unit.rounding
-        unit.is_rounded = rounding is not None and not self._is_exact and rounding.may_round()
-        if rounding is not None and unit.is_rounded:
+        unit.is_rounded = False
+        rounding = None if self._is_exact else unit.rounding
+        if rounding is not None and rounding.may_round():
+            unit.is_rounded = True
             return rounding.start(self._gathering, full)
         return self._gathering.start(full, unit.shard)
 
@@ -182,6 +184,7 @@ class GatherScheduler:
             unit = self._units[number]
             if unit.ready or unit.work is not None:
                 continue
+            # A smaller unit behind it would take the room of this one, which is needed first.
             if self.elements + unit.filled > self._most:
                 return
             self._start(unit)
@@ -196,6 +199,7 @@ class GatherScheduler:
         gathered = list(self._gathered.values())
         idle = [other for other in reversed(gathered) if other.is_idle]
         passed = [other for other in gathered if other.quiet and other.calls == 0]
+        # A unit may be in both lists: freeing it again does nothing.
         for other in (*idle, *passed):
             self.free(other)
             if self.elements + unit.filled <= self._most:

@@ -196,4 +196,5 @@ class ScriptGradients:
 
 def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
     """Return for each parameter of a unit whether it counts as used in one of two lists."""
-    return [first or second for first, second in zip(one, other, strict=True)]
+    pairs = zip(one, other, strict=True)
+    return [any(pair) for pair in pairs]

@@ -175,8 +175,12 @@ def use_shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[tor
 
     Their gradients are summed over the ranks.
     """
-    present = [parameter for parameter in parameters if parameter is not None]
-    if group.size == 1 or not present:
-        return list(parameters)
-    views = iter(_SumSharedGradients.apply(group, *present))
-    return [None if parameter is None else next(views) for parameter in parameters]
+    found = list(parameters)
+    places = [place for place, parameter in enumerate(parameters) if parameter is not None]
+    if group.size == 1 or not places:
+        return found
+    # One call for all of them, so that backward has one collective.
+    views = _SumSharedGradients.apply(group, *(parameters[place] for place in places))
+    for place, view in zip(places, views, strict=True):
+        found[place] = view
+    return found

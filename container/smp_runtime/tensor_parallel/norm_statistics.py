@@ -26,11 +26,13 @@ class SharedStatistics(DuringCalls):
         kwargs = kwargs or {}
         if func in (F.layer_norm, F.rms_norm):
             return self._normed(func is F.layer_norm, *args, **kwargs)
-        if func in _MEANS and _is_over_last(*args, **kwargs):
+        if func not in _MEANS and func not in _VARIANCES:
+            return func(*args, **kwargs)
+        if not _is_over_last(*args, **kwargs):
+            return func(*args, **kwargs)
+        if func in _MEANS:
             return self._of_all(func(*args, **kwargs))
-        if func in _VARIANCES and _is_over_last(*args, **kwargs):
-            return self._variance(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._variance(*args, **kwargs)
 
     def _of_all(self, mean: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' means; each rank uses it on its own features."""

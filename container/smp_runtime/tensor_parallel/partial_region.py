@@ -49,7 +49,8 @@ class PartialRegion:
             nonlocal is_summed
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
-            is_like_given = value.numel() == given.numel() and value.shape[-1] == given.shape[-1]
+            has_features = value.shape[-1] == given.shape[-1]
+            is_like_given = has_features and value.numel() == given.numel()
             if is_like_given and not is_summed:
                 is_summed = True
                 return collectives.sum_partials(value, self._group)

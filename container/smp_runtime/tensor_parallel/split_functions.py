@@ -155,7 +155,9 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
-        full = gradient if ctx.dim is None else traced_group(ctx.group).gather(gradient, ctx.dim)
+        full = gradient
+        if ctx.dim is not None:
+            full = traced_group(ctx.group).gather(gradient, ctx.dim)
         dx = full.matmul(weight.conj()) if ctx.needs_input_grad[0] else None
         may_wait = not torch.compiler.is_compiling()
         dw = _now_or_later(full, x, weight, may_wait) if ctx.needs_input_grad[3] else None

@@ -35,6 +35,7 @@ def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int])
         return
     if item is None or isinstance(item, _WITHOUT_TENSORS) or callable(item):
         return
+    # Objects may refer to each other in a circle.
     if depth == 0 or id(item) in seen:
         return
     seen.add(id(item))
@@ -48,6 +49,7 @@ def _parts_of(item: Any) -> list[Any]:
     if isinstance(item, list | tuple | set | frozenset):
         return list(item)
     if dataclasses.is_dataclass(item):
+        # Its fields may be slots, or not set yet.
         return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
     return list(getattr(item, "__dict__", {}).values())
 

@@ -99,6 +99,7 @@ class WeightGradients:
                 for weight, gradient in zip(weights, gradients, strict=True):
                     left[id(weight)] -= 1
                     _add_to(sums, id(weight), gradient)
+            # Hooks of a weight expect its whole gradient, so it waits for the last operation.
             ready = [weight for weight in weights if not left[id(weight)] and id(weight) in sums]
             if ready:
                 found = tuple(sums.pop(id(weight)) for weight in ready)

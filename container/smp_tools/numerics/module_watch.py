@@ -198,7 +198,8 @@ def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
     """Return the paths of all modules inside blocks that are split across a tensor parallel group."""
     inside: set[str] = set()
     starts: tuple[str, ...] = ()
-    # A block comes before the modules inside it.
+    # In this order a block comes before the modules inside it, so that its start is known when
+    # they are looked at.
     for path, part in module.named_modules():
         if path and path.startswith(starts):
             inside.add(path)

@@ -118,6 +118,7 @@ class HostValues:
     def _ranks(self) -> dict[int, tuple[int, TimeReading]]:
         found = {self._rank: (os.getpid(), current_record().pace.read())}
         names = os.listdir(self._folder) if self._folder else []
+        # The name of a rank's file is its number.
         for name in filter(str.isdecimal, names):
             seen = read_glance(Path(self._folder, name))
             if seen is not None and seen.pace is not None:

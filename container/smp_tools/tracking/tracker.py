@@ -113,7 +113,8 @@ class UpdateTracker:
         """Count the tokens of a sample: elements of the first integer argument with more than one axis."""
         for value, axis in zip(values, axes, strict=True):
             if axis is not None and _has_tokens(value):
-                self._tokens_per_sample = value.numel() / max(1, value.shape[axis])
+                samples = max(1, value.shape[axis])
+                self._tokens_per_sample = value.numel() / samples
                 break
         return values
 

@@ -247,13 +247,14 @@ def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def _report_shell_variables(*, has_checkpoints: bool) -> None:
     """Report which ``SMP_*`` variables of the shell the job does not get; it gets all others."""
-    left_out = [name for name in sorted(os.environ) if name.startswith("SMP_") and is_foreign(name)]
-    if has_checkpoints and _CHECKPOINTS_VARIABLE in left_out:
-        left_out.remove(_CHECKPOINTS_VARIABLE)
+    left_out = {name for name in os.environ if name.startswith("SMP_") and is_foreign(name)}
+    if has_checkpoints:
+        left_out.discard(_CHECKPOINTS_VARIABLE)
     if not left_out:
         return
     them = "them" if len(left_out) > 1 else "it"
-    line = f"not taken from this shell, since the launcher sets {them}: {', '.join(left_out)}"
+    names = ", ".join(sorted(left_out))
+    line = f"not taken from this shell, since the launcher sets {them}: {names}"
     if _CHECKPOINTS_VARIABLE in left_out:
         line += "; --checkpoints DIR names the folder"
     click.echo(line)

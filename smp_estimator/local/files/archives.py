@@ -7,6 +7,7 @@ added up, so that a small file cannot fill the disk, and headers are read in bou
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
 import os
 import posixpath
@@ -144,11 +145,10 @@ def _leads_out(target: str, depth: int) -> bool:
     if target.startswith("/"):
         return True
     steps = [step for step in target.split("/") if step not in ("", ".")]
-    up = 0
-    while up < len(steps) and steps[up] == "..":
-        up += 1
+    rest = list(itertools.dropwhile(lambda step: step == "..", steps))
+    up = len(steps) - len(rest)
     # ".." behind a folder's name leads up from wherever that name leads, which may be a link.
-    return up > depth or ".." in steps[up:]
+    return up > depth or ".." in rest
 
 
 class _InBounds:

@@ -111,10 +111,12 @@ class EmulatedEvent:
     def wait(self, stream: EmulatedStream | None = None) -> None:
         """Let all work that is queued on a stream from now on wait for the event."""
         stream = stream or current_stream(self.devices)
+        # The event may be recorded again, and its work may end, in other threads.
         with self.devices.lock:
             stream.lane.clock.join(self._clock)
-            if self._item is not None and not self._item.done:
-                self.devices.queue(stream.lane, None, "Event.wait", (self._item,))
+            recorded = self._item
+            if recorded is not None and not recorded.done:
+                self.devices.queue(stream.lane, None, "Event.wait", (recorded,))
 
     def query(self) -> bool:
         """Return whether the event has happened."""

@@ -31,11 +31,13 @@ _NUMBER = re.compile(r"\d+")
 def describe_placement(part: LocalPart, shards: ShardedParameters | None, ranks: Ranks) -> Iterator[str]:
     """Yield a text for each active strategy: split and whole parameters, and this rank's share."""
     records = [record for record in part.registry if part.has_tensor(record.name)]
-    where = f"stage {part.stage}, " if ranks.size(Group.PP) > 1 else ""
+    where = f"rank {ranks.rank}"
+    if ranks.size(Group.PP) > 1:
+        where = f"stage {part.stage}, {where}"
     if ranks.size(Group.TP) > 1:
-        yield "\n".join(_split(part, records, f"{where}rank {ranks.rank}", ranks.size(Group.TP)))
+        yield "\n".join(_split(part, records, where, ranks.size(Group.TP)))
     if shards is not None:
-        yield "\n".join(_sharded(shards, records, f"{where}rank {ranks.rank}", ranks.size(Group.SHARD)))
+        yield "\n".join(_sharded(shards, records, where, ranks.size(Group.SHARD)))
 
 
 @dataclass(frozen=True)

@@ -375,11 +375,13 @@ def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> t
         return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in ours.items()}
 
     def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-        if isinstance(names, CausalNames):
-            heads = _wrapped_heads(names)
-            known = {place: head for place, head in heads.items() if f"{place}word_embedding.weight" in state_dict}
-            return names.to_theirs(state_dict, known or None)
-        return names.to_theirs(state_dict)
+        if not isinstance(names, CausalNames):
+            return names.to_theirs(state_dict)
+        known = {}
+        for place, head in _wrapped_heads(names).items():
+            if f"{place}word_embedding.weight" in state_dict:
+                known[place] = head
+        return names.to_theirs(state_dict, known or None)
 
     from_hf.__doc__ = f"A state of {model} for ``model.load_state_dict``; ``max_seq_len`` is accepted."
     to_hf.__doc__ = f"A full ``model.state_dict()`` for {model}; ``max_seq_len`` is accepted."

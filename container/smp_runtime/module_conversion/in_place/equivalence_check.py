@@ -273,6 +273,7 @@ class EquivalenceCheck:
         for place, value in self._call.given().items():
             if not isinstance(value, torch.Tensor) or value.dim() < 3:
                 continue
+            # Heads usually come behind the batch.
             for dim in (1, 0):
                 if value.shape[dim] in heads:
                     found.append(DeferredSlice(place, dim, value.shape[dim]))

@@ -52,7 +52,8 @@ def _mixtures(block: nn.Module) -> list[str]:
     found: dict[str, None] = {}
     for path, part in block.named_modules():
         if path and _has_experts(part):
-            found[path.rpartition(".")[0]] = None
+            around = path.rpartition(".")[0]
+            found[around] = None
     if len(found) > 1:
         # The block itself, with an empty path, is a mixture only if it has no mixture inside.
         found.pop("", None)

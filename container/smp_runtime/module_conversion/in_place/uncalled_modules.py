@@ -66,7 +66,8 @@ def _maps_by_path(block: nn.Module) -> dict[str, list[str]]:
     for path, part in block.named_modules():
         if path == "":  # the block itself
             continue
-        names = [name for name, inner in part.named_modules() if is_linear(inner) and inner is not part]
+        inside = [(name, inner) for name, inner in part.named_modules() if name]
+        names = [name for name, inner in inside if is_linear(inner)]
         if names:
             found[path] = names
     return found
