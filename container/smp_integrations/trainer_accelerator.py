@@ -31,6 +31,7 @@ class TrainerAccelerator(JobAccelerator):
                 )
             loaders.dispatch_batches = False
         super().__init__(**{**options, "mixed_precision": "no"})
+        # The trainer holds this object: a reference back would keep both until a garbage collection.
         self._trainer = weakref.ref(trainer)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:

@@ -58,6 +58,7 @@ def save_optimizer_and_scheduler(_: Callable[..., Any], trainer: Any, output_dir
         save_checkpoint(session, str(folder / _FOLDER), _TAG, model=trainer.model_wrapped, optimizer=trainer.optimizer)
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
+    # A rank that goes on may end the job, or read the folder, which must be complete by then.
     session.ranks.control.barrier(session.ranks.members(Group.WORLD))
 
 
@@ -119,6 +120,7 @@ def stop_and_resume(trainer: Any) -> None:
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not self.reason:
                 return
+            # Before the message, which says that all ranks have saved.
             session.ranks.control.barrier(session.ranks.members(Group.WORLD))
             if session.ranks.rank == 0:
                 logger.warning(

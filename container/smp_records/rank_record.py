@@ -106,6 +106,7 @@ class Notes:
         if path is not None:
             with open(path, "x+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.truncate(_BYTES)
+                # Memory that outlives the process: the launcher reads it after a rank was killed.
                 self._map = mmap.mmap(file.fileno(), _BYTES)
             _HEAD.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, threading.main_thread().ident or 0)
             self._write_state()

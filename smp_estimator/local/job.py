@@ -88,6 +88,7 @@ class ProcessJob:
         # What happens to the job, seen on any thread. The watching thread handles one event after the other.
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.log = JobLog(tree.log, failed=lambda: self._events.put(("log", None)))
+        # Set last, by the watching thread: who waits for it finds status and artifacts complete.
         self.done = threading.Event()
         self._session = session
         self._destination = destination

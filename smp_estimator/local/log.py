@@ -81,6 +81,7 @@ class JobLog:
             self._remembered.extend(texts)
             failed = self._append_all([f"{text}\n".encode("utf-8", "replace") for text in texts])
             self._changed.notify_all()
+        # Outside of the lock: the callback is other code, which may use the log.
         if failed:
             self._failed()
 

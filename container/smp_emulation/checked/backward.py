@@ -45,6 +45,7 @@ class BackwardThread:
         modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
         state, line = dict(self._devices.thread.__dict__), find_site()
         grad = torch.is_grad_enabled()
+        # As in PyTorch, the caller waits while another thread runs the pass.
         ended = threading.Event()
         outcome: list[Any] = []
 

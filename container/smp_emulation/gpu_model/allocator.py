@@ -183,6 +183,7 @@ class CachingAllocator:
             chunk: what :meth:`allocate` returned.
             is_pending: whether another stream may still use it: it stays out of the pool until :meth:`end_use`.
         """
+        # Without the lock, since the garbage collector may call this in the middle of a locked method.
         self._released.append((chunk, is_pending))
 
     def end_use(self, chunk: Chunk) -> None:

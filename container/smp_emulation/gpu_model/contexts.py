@@ -75,6 +75,7 @@ class Contexts:
             self._begin()
         if device in self.found:
             return
+        # Two threads may use a device for the first time at once: one context counts.
         with self._lock:
             file, line = script_line()
             where = f"{os.path.basename(file)}:{line}" if file else ""

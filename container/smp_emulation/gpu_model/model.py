@@ -74,6 +74,7 @@ class GpuModel:
         self, function: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> None:
         """Count an operation on a device."""
+        # Backward counts its operations on autograd's threads.
         with self._lock:
             self._work.add(function, args, kwargs, given, made)
 

@@ -97,6 +97,7 @@ class StorageMode(TorchDispatchMode):
                 del alive[key]
             held.release()
 
+        # Weakly, so that the memory counts as free when the last tensor is gone.
         held.reference = weakref.ref(storage, died)
         alive[key] = held
 

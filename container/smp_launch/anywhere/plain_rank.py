@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
     """Make this process the rank of its environment, fill ``place`` and return the rank's program."""
     local, _, script, *words = arguments
+    # Taken out: a job that the script itself starts must not take it for its own.
     surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
     place.is_supervised = not surroundings.is_rank
     place.is_alone = surroundings.size == 1

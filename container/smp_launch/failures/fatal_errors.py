@@ -184,6 +184,7 @@ def abort(code: int, failed: BaseException) -> NoReturn:
         _flush_streams()
         _wait_until_read(2)
     finally:
+        # Without the interpreter's own end, which waits for threads that may never end.
         os._exit(code)
 
 

@@ -99,6 +99,7 @@ class StatusDir:
     def following(self, host: str) -> Iterator[None]:
         """Be a host that waits for its leader in the block."""
         self.path.mkdir(parents=True, exist_ok=True)
+        # The system releases the lock if this process ends, however it ends.
         with self._host_lock(host).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -106,6 +107,7 @@ class StatusDir:
     def is_followed_by(self, host: str) -> bool:
         """Return whether a host waits for the leader now."""
         try:
+            # A shared lock, so that two who ask at once do not take each other for the host.
             with self._host_lock(host).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -55,6 +55,7 @@ def write_to(folder: Path, rank: int) -> list[int]:
 def take_pipes(folder: Path, rank: int) -> None:
     """Redirect the output of this process, which is the rank, and of its children into the rank's pipes."""
     for descriptor, opened in zip(DESCRIPTORS, write_to(folder, rank), strict=False):
+        # By descriptor: output of C libraries and of children goes there too.
         os.dup2(opened, descriptor)
         os.close(opened)
 

@@ -33,6 +33,7 @@ def connect(path: str, seconds: float) -> socket.socket:
     try:
         connection.settimeout(seconds)
         connection.connect(path)
+        # Before anything is sent: another user may have made a socket at this path.
         if not is_own_user(connection):
             raise PermissionError(f"{path} belongs to another user")
     except BaseException:

@@ -130,6 +130,7 @@ def _settle(place: RankPlace) -> None:
     if place.pipes is not None:
         take_pipes(place.pipes, place.rank)
     if not place.has_input:
+        # Not only closed: the next file that the script opens would become its input.
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)

@@ -136,6 +136,7 @@ class _Connection:
                 os.killpg(process.pid, signal.SIGKILL)
             except OSError:
                 process.kill()
+        # Not before: the number of a process that was waited for may belong to another.
         process.wait()
 
 

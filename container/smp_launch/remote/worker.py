@@ -172,6 +172,7 @@ class _Waiter(threading.Thread):
         self.status: LeaderStatus | None = None
         self._status_dir = status_dir
         self._patience = patience
+        # Lets the main thread wait for this one and for signals in one select().
         self._read, self._write = os.pipe()
 
     def fileno(self) -> int:

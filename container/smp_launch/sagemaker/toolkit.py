@@ -71,6 +71,7 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
 
 def _run(words: list[str], stop: StopRequests, environ: Mapping[str, str]) -> tuple[str, str]:
     """Run the toolkit in a child; return the failed task (empty if none failed) and the reason."""
+    # A pipe of its own: the toolkit, and pip below it, write what they like to the output.
     read, write = os.pipe()
     command = [sys.executable, "-m", "smp_launch.sagemaker.toolkit", str(write), *words]
     with os.fdopen(read, "rb") as report, selectors.DefaultSelector() as selector:

@@ -102,6 +102,7 @@ class ForkServer:
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
+        # A wrapper that connects and sends nothing must not hold up the other ranks.
         connection.settimeout(_PATIENCE)
         if messages.is_own_user(connection):
             self._waiting.append(connection)
@@ -162,6 +163,7 @@ class ForkServer:
             os.close(forked.ended)
         for other in (self.listener, connection, *self._waiting):
             other.close()
+        # The wrapper's own input, output, errors and folder.
         for number in range(3):
             os.dup2(descriptors[number], number)
         os.fchdir(descriptors[3])
@@ -242,6 +244,7 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
             with open(kept, "w", encoding="ascii", closefd=False) as file:
                 json.dump(report, file)
             os.lseek(kept, 0, os.SEEK_SET)
+            # The new program goes on with the socket, at which wrappers may be waiting already.
             listener.set_inheritable(True)
             os.set_inheritable(kept, True)
             words = isolated_command(
@@ -272,6 +275,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         arguments: the socket's descriptor, the parent's process, and that of the report once there is one.
     """
     listener = socket.socket(fileno=int(arguments[0]))
+    # What the ranks start must not hold the socket open after the server's end.
     listener.set_inheritable(False)
     _end_with_parent(signal.SIGKILL, int(arguments[1]))
     if len(arguments) == 2:

@@ -92,6 +92,7 @@ def _run(module: str, words: Sequence[str], why: str) -> int:
 
 def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
     """Hand the place over, pass signals on, and end as the fork does."""
+    # Python writes the numbers of signals into it, so that one select() waits for them and for the fork.
     told, tell = os.pipe()
     for end in (told, tell):
         os.set_blocking(end, False)
@@ -102,6 +103,7 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
     try:
+        # From here on the answer is the fork's end, which comes when the script is done.
         connection.settimeout(None)
         messages.send(connection, {"place": place}, (0, 1, 2, folder))
         null = os.open(os.devnull, os.O_RDWR)
@@ -119,6 +121,7 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
 
 def _end(code: int) -> NoReturn:
     """End this process with the given exit code, or by that signal if it is negative, without a core dump."""
+    # The rank has run the exit handlers and flushed its files: nothing of that is left to do here.
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -100,7 +100,7 @@ def keep_standby(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C in the terminal ends the job in order, and then the server
             )
         except OSError:  # a restart takes longer, and no more
             yield Standby()

@@ -95,6 +95,7 @@ class Activations:
 
     @placement.setter
     def placement(self, value: StagedRegions) -> None:
+        # The model holds its placement.
         self._placement = weakref.ref(value)
 
     def device_of(self, leaves: Iterable[Any]) -> torch.device:

@@ -149,6 +149,7 @@ class Offloader:
             if movable is not None and movable.is_of(tensor):
                 return movable
         movable = _Movable(tensor, self)
+        # Weakly: only backward keeps them. The tensor is compared, since a new one may get the same id.
         self._by_tensor[id(tensor)] = (weakref.ref(tensor), weakref.ref(movable))
         return movable
 
@@ -223,6 +224,7 @@ class Offloader:
 
     def count(self, change: int) -> None:
         """Count bytes that come to the device or leave it."""
+        # Called on the stages' threads and on autograd's.
         with self._lock:
             self.has_kept = True
             self.figures.resident += change

@@ -137,6 +137,7 @@ class SecretKeeper:
         came: set[bytes] = set()
         with self._listener:
             while len(came) < self._others:
+                # One deadline for all: each caller shortens the wait for the next.
                 self._listener.settimeout(max(0.001, deadline - time.monotonic()))
                 try:
                     caller, _ = self._listener.accept()
@@ -148,6 +149,7 @@ class SecretKeeper:
                     ) from None
                 with caller, contextlib.suppress(OSError):
                     if _user_behind(caller) == os.geteuid():
+                        # A caller that sends nothing must not use up the other ranks' time.
                         caller.settimeout(_ANSWER_SECONDS)
                         rank = _received(caller, _RANK.size)
                         caller.sendall(self.secret)

@@ -168,6 +168,7 @@ def device_thread(target: Callable[[], None], name: str, device: torch.device) -
             torch.cuda.set_device(device)
         target()
 
+    # A daemon: a thread in a collective that never ends must not keep the process alive.
     return threading.Thread(target=run, name=name, daemon=True)
 
 
@@ -344,6 +345,7 @@ def in_order_with_script(device: torch.device) -> Iterator[None]:
     if script == compute:
         yield
         return
+    # The script's stream may still write the arguments, and reads the results behind the block.
     compute.wait_stream(script)
     with torch.cuda.stream(compute):
         yield

@@ -255,6 +255,7 @@ class Sources:
     def add(self, source: SampleSource) -> None:
         """Register a new source."""
         self._sources = [reference for reference in self._sources if reference() is not None]
+        # A loader that the script has dropped has no position any more.
         self._sources.append(weakref.ref(source))
 
     def alive(self) -> list[SampleSource]:

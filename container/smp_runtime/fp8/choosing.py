@@ -102,6 +102,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Give linear layers their own forward passes back."""
+    # The methods belong to classes, and thereby to all threads.
     with _lock:
         for kind, forward in _FORWARDS.items():
             kind.forward = forward

@@ -148,6 +148,7 @@ class Session:
 
     def adopt_model(self, model: TrainedModel) -> None:
         """Register a model that was just wrapped."""
+        # The script decides how long a model lives.
         self._models.append(weakref.ref(model))
         for optimizer in self.optimizers:
             optimizer.bind(model)
@@ -350,6 +351,7 @@ def say_once(sentence: str) -> None:
 
 def _note_failure_of(session: Session) -> None:
     """Let the session know of an exception that ends the process, before exit handlers close it."""
+    # The hook must not keep a session that has ended.
     former, weak = sys.excepthook, weakref.ref(session)
 
     def note(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:

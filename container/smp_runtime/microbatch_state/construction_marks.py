@@ -33,6 +33,7 @@ def mark_constructed(name: str, mark: Any, *, copies: bool = False) -> Iterator[
     marked too.
     """
     global _contexts
+    # The patched methods are all threads'; the marks are this thread's own.
     with _lock:
         _contexts += 1
         if _contexts == 1:

@@ -82,6 +82,7 @@ class Backward:
 
         ``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`run`.
         """
+        # Tensors hold their hooks: a strong reference would make a cycle that the garbage collector cannot see.
         weak = weakref.ref(self)
         self._accumulation = AccumulationScale(
             trained, shares, lambda: 1.0 if (me := weak()) is None else me.scale_left()

@@ -90,6 +90,7 @@ class GradientAccumulation:
         )
         self._agreement = agreement
         ranks.groups.let_end(lambda: agreement.is_under_way)
+        # Parameters hold their hooks, and outlive this window if the script goes on with them.
         weak = weakref.ref(self)
 
         def gradient_comes(_: torch.Tensor) -> None:

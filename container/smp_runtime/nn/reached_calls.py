@@ -66,6 +66,7 @@ class ReachedCalls:
     def _follow(self, module: nn.Module, path: str) -> None:
         if not any(hasattr(part, "tensor_slices") for part in module.modules()):
             return
+        # The module outlives this record, and is copied with its hooks.
         weak = weakref.ref(self)
 
         def called(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -50,6 +50,7 @@ class KnownParameters:
         self._frozen_later: dict[str, nn.Parameter] = {}
         self._is_changed = False
         self._note_modules()
+        # PyTorch's registration hooks are global, and would keep the model for ever.
         weak = weakref.ref(self)
 
         def registered(changed: nn.Module, *_: Any) -> None:

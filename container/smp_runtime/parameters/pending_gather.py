@@ -84,6 +84,7 @@ class _ParameterGather:
 
     def wait(self) -> None:
         """Block until the values are there; any thread may call it."""
+        # Several threads may read at once: one of them finishes the gather, and the others wait for that.
         with self._lock:
             if self._work is None:
                 return

@@ -109,6 +109,7 @@ class StopAgreement:
             return next((reason for reason in said if reason), None)
         if self._board is None:
             return self._asked_here()
+        # Together: the other thread must name a step that this one has not finished when it reads the flag.
         with self._lock:
             self._finished += 1
             is_asked = self._is_asked
@@ -124,6 +125,7 @@ class StopAgreement:
             self._handler.remove()
         if self._thread is not None:
             self._requests.put(None)
+            # It may be waiting for an answer of ranks that are gone.
             self._thread.join(timeout_seconds())
             self._thread = None
 
@@ -221,6 +223,7 @@ class StopAgreement:
         Returns:
             Whether it does; this rank stops with the others in any case.
         """
+        # Python lets only the main thread set handlers.
         if threading.current_thread() is not threading.main_thread() or script_handles_stops():
             return False
         handler = _Handler(self.request)

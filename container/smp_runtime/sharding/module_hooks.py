@@ -318,6 +318,7 @@ class ModuleUses:
 
     def _watch_inputs(self, uses: list[tuple[ShardedUnit, UnitUse]], inputs: Any) -> None:
         tensors = {id(t): t for t in tensors_in(inputs) if t.grad_fn is not None}
+        # The script may keep its tensors, with their hooks, longer than the model.
         weak = weakref.ref(self)
 
         def gradient_came(_: torch.Tensor) -> None:

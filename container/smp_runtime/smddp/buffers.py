@@ -75,6 +75,7 @@ class RingBuffer:
 
     def give_back(self, piece: BufferPiece) -> None:
         """Free a piece, once all older ones are back too."""
+        # In the order of taking: the free bytes are those between the newest piece and the oldest.
         with self._lock:
             piece.is_back = True
             while self._taken and self._taken[0].is_back:

@@ -56,6 +56,7 @@ class MessageWork(_GatherWork):
 
     def finish(self, error: str | None = None) -> None:
         """Mark the collective as ended, with or without an error; called once."""
+        # Together: who asks for a future later finds the end set, and completes it itself.
         with self._lock:
             self._error = error
             self._over.set()

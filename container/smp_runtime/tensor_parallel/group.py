@@ -57,6 +57,7 @@ class Throttle:
         event.record()
         self._events.append(event)
         if len(self._events) > self._limit:
+            # The host must not run so far ahead that memory of many collectives waits to be freed.
             self._events.popleft().synchronize()
 
 

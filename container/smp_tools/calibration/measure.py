@@ -56,6 +56,7 @@ class Stopwatch:
 
     def wait(self) -> None:
         """Wait until the device has done its work."""
+        # Calls only queue their kernels.
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 

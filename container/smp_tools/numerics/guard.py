@@ -120,6 +120,7 @@ class UpdateGuard:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        # A model that the script drops must not live on for its checks.
         self._watched = [weakref.ref(module) for module in modules]
         for module in modules:
             for path, part in module.named_modules():

@@ -123,6 +123,7 @@ class RankProfile:
         try:
             with gzip.open(partial, "wt", encoding="utf-8", compresslevel=5) as file:
                 json.dump(content, file)
+            # At once, so that a reader never finds half of a profile.
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)

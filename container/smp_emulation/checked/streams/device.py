@@ -23,6 +23,7 @@ from smp_emulation.gpu_model.model import GpuModel
 ON_DEVICE = "_emulated_device"
 
 
+# Per thread, as in CUDA: each thread has a current device, and a current stream on each device.
 class _HostThread(threading.local):
     """The state of one thread of the host."""
 
@@ -105,6 +106,7 @@ class Devices:
         Raises:
             StreamFault: the work would race with another access.
         """
+        # Several threads of the host may queue work, and the executor's thread ends some.
         with self.lock:
             self.host[HOST] += 1
             # Work comes after all that the host has done, or waited for, before it was queued.

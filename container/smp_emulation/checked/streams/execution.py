@@ -150,6 +150,7 @@ class Executor:
         with self.changed:
             self._ends = True
             self.changed.notify_all()
+        # Outside of the lock, which the thread needs to end. Not for ever: an operation may hang.
         self._thread.join(5)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ class Executor:
             lanes = self._ready_lanes(needed)
             if not lanes:
                 break
+            # Any order that events and streams allow: a missing wait shows in some of them.
             self._step(self._random.choice(lanes))
         self.changed.notify_all()
         is_done = self._error is None and all(item.done for item in targets)
@@ -208,6 +210,7 @@ class Executor:
         self._end(lane, item)
 
     def _over(self, lane: Lane, item: QueuedWork, error: BaseException | None) -> None:
+        # Called on the thread of a collective.
         with self.changed:
             self._error = self._error or error
             self._end(lane, item)

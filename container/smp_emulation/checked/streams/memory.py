@@ -140,6 +140,7 @@ class Memory:
                 del places[key]
             self._release(place, find_site())
 
+        # Weakly: an entry must not keep a tensor's memory in use.
         place.storage = weakref.ref(storage, died)
         self._places[key] = place
 

@@ -137,6 +137,7 @@ class Arena(_Words):
         Its memory is reused when no tensor refers to it any more, and all ranks for which it was published have read it.
         """
         wanted = block_bytes(elements * dtype.itemsize)
+        # Several threads of a rank take memory, such as a step's and autograd's.
         with self._lock:
             self._tidy()
             blocks = self._free.get(wanted)

@@ -73,6 +73,7 @@ class PinnedRanges:
 
     def add(self, memory: torch.Tensor) -> bool:
         """Register ``memory``, a flat tensor of bytes; return whether it is pinned now."""
+        # A thread registers while the main thread may close: nothing may be registered afterwards.
         with self._lock:
             if self._is_closed:
                 return False

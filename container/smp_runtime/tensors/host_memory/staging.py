@@ -149,6 +149,7 @@ class StagingMemory:
 
 def _copy_after(event: torch.cuda.Event, target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a chunk when the device has filled it."""
+    # On a thread, so that the host does not wait here for the device.
     event.synchronize()
     target.copy_(source)
 

@@ -96,6 +96,7 @@ class PlainRun:
     def _give_up(self) -> None:
         self._recorder.facts.end = f"no second epoch began within {_SECOND_EPOCH:g} seconds"
         self._recorder.facts.write(self._folder)
+        # From the timer's thread: an exception would not end the script.
         os._exit(0)
 
     def _end(self) -> None:

@@ -59,6 +59,7 @@ class ParameterTies:
         if known is not None and known[0]() is parameter:
             return known[1]
         number = next(self._next)
+        # The reference shows whether the id still belongs to this parameter.
         self._numbers[id(parameter)] = weakref.ref(parameter), number
         return number
 
