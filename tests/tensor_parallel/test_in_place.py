@@ -14,7 +14,8 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place import planning
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
+from smp_runtime.module_conversion.in_place.block_calls import BlockCall
+from smp_runtime.module_conversion.in_place.equivalence_check import EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.in_place.plan_inference import single_units
 from smp_runtime.module_conversion.in_place.planning import plan_splits
 from smp_runtime.module_conversion.splitting import BlockSplit
@@ -94,6 +95,45 @@ def test_keys_of_heads_that_do_not_divide_are_repeated():
     split = _found(net)[0]["layers.0"]
     assert split.leaves["attention.k"].runs == ((0, 4, 0, 4, 4, 8), (4, 8, 8, 12, 8, 12))
     assert ("attention", "groups", 1) in split.numbers
+
+
+class _TwoWays(own_blocks.Grouped):
+    """As in Transformers 5: without a mask, the kernel finds out how many heads share a key."""
+
+    def forward(self, x, mask=None):
+        if mask is not None:
+            return super().forward(x, mask)
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class _Masked(own_blocks.Block):
+    def forward(self, x, attention_mask=None):
+        return super().forward(x, attention_mask)
+
+
+class _MaskedNet(Net):
+    """A model whose blocks get no mask, unless the script has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(_Masked(lambda: _TwoWays(4, 1)) for _ in range(2))
+
+    def forward(self, ids, attention_mask=None):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            (x,) = layer(x, attention_mask=attention_mask)
+        return self.head(self.norm(x))
+
+
+def test_numbers_that_attention_reads_with_a_mask_alone_are_those_of_a_rank():
+    net = _MaskedNet()
+    smp.set_tensor_parallelism(net)
+    split = _found(net)[0]["layers.0"]
+    assert split.leaves["attention.k"].runs == ((0, 4), (0, 4))
+    assert ("attention", "groups", 2) in split.numbers
+    assert "attention.k.weight" in split.summed
 
 
 def test_parameters_that_each_rank_uses_on_its_own_heads_are_summed():

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, leave_out_hooks
+from smp_runtime.module_conversion.in_place.block_calls import BlockCall
+from smp_runtime.module_conversion.in_place.equivalence_check import leave_out_hooks
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes

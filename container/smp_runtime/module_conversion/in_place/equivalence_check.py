@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from smp_runtime.module_conversion.in_place.block_calls import BlockCall, in_type, other_mask, tensors, with_tensors
 from smp_runtime.module_conversion.splitting import BlockSplit, Number, number_of, prepare
 from smp_runtime.nn.split_in_place.linear import is_linear
 from smp_runtime.tensor_parallel.block_entry import SharedInput
@@ -32,23 +32,6 @@ if TYPE_CHECKING:
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 #: A part waits for the others so long, in seconds; one that fails sets them free at once.
 _PATIENCE = 60.0
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """What a block was called with."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def signature(self) -> object:
-        """Return a key that is equal for calls with tensors of the same shapes in the same places."""
-        return tuple((place, getattr(value, "shape", type(value))) for place, value in self.given().items())
-
-    def given(self) -> dict[int | str, Any]:
-        """Return the arguments by position and keyword."""
-        return dict([*enumerate(self.args), *self.kwargs.items()])
 
 
 class _Meeting:
@@ -181,11 +164,22 @@ class EquivalenceCheck:
         with without_modes(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.block = with_values(block).to(dtype).eval()
-            self._call = _in_type(call, dtype)
+            self._call = in_type(call, dtype)
             #: Linear maps by path with what each was called with, in the order of the calls.
             self.seen: list[tuple[str, torch.Tensor]] = []
             with _noting(self.block, self.seen):
-                self._whole = self._run(self.block)
+                self._whole = self._run(self.block, self._call)
+            self._others = list(self._other_passes())
+
+    def _other_passes(self) -> Iterator[tuple[BlockCall, _PassResult]]:
+        """Yield the call with a mask if it has none, or without the one it has, and what the whole block makes of it.
+
+        Attention without a mask takes another way through its code, which may read other numbers of heads.
+        """
+        call = other_mask(self._call)
+        if call is not None:
+            with contextlib.suppress(Exception):  # a block may refuse it in any way
+                yield call, self._run(self.block, call)
 
     def call_of(self, path: str) -> BlockCall:
         """Return the arguments that an inner module is called with.
@@ -196,10 +190,10 @@ class EquivalenceCheck:
         found: dict[str, BlockCall] = {}
 
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            found.setdefault(path, _in_type(BlockCall(args, kwargs), self.dtype))
+            found.setdefault(path, in_type(BlockCall(args, kwargs), self.dtype))
 
         with _hooked(self.block.get_submodule(path), hook), without_modes(), torch.enable_grad():
-            args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), lambda tensor: tensor)
+            args, kwargs = with_tensors((tuple(self._call.args), dict(self._call.kwargs)), lambda tensor: tensor)
             self.block(*args, **kwargs)
         return found[path]
 
@@ -208,7 +202,7 @@ class EquivalenceCheck:
 
         With a batch per rank only those can be gathered, and returned to their owners.
         """
-        given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
+        given = [t for t in (*tensors(self._call.args), *tensors(self._call.kwargs)) if t.dim()]
         rows = {tensor.shape[0] for tensor in given}
         # A length that is a multiple of the batch may be the batch of all ranks.
         doubtful = [count for count in rows if count > batch and count % batch == 0]
@@ -230,20 +224,15 @@ class EquivalenceCheck:
 
     def _proved(self, split: BlockSplit) -> BlockSplit:
         split = replace(split, summed=())  # which they are is found out here
-        runs = self._all_parts(split)
+        runs = self._all_parts(split, self._call)
         if results := self._sliced_results(runs):
             split = replace(split, results=(*split.results, *results))
-            runs = self._all_parts(split)
-        for run in runs:
-            if len(run.outputs) != len(self._whole.outputs):
-                raise NotEqualError("another number of results", 1)
-            for (found, _), (expected, _) in zip(run.outputs, self._whole.outputs, strict=True):
-                if not _equal(found, expected):
-                    raise NotEqualError(f"results differ by {_distance(found, expected)}", 1)
-            for mine, theirs in zip(run.inputs, self._whole.inputs, strict=True):
-                if not _equal(mine, theirs):
-                    raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}", 2)
-        return replace(split, summed=tuple(self._summed(runs)))
+            runs = self._all_parts(split, self._call)
+        summed = _compare(runs, self._whole)
+        for call, whole in self._others:
+            if _compare(self._all_parts(split, call), whole) != summed:
+                raise NotEqualError("other gradients are sums with another attention mask", 2)
+        return replace(split, summed=tuple(summed))
 
     def _sliced_results(self, runs: Sequence[_PassResult]) -> list[DeferredSlice]:
         """Return the results that every part returned its slice of, such as attention weights of its heads."""
@@ -280,36 +269,14 @@ class EquivalenceCheck:
                     break
         return tuple(found)
 
-    def _summed(self, runs: Sequence[_PassResult]) -> list[str]:
-        """Return the names of whole parameters with a gradient that is the sum of the parts' gradients."""
-        # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
-        sizes = [float(g.abs().max()) for g in self._whole.parameters.values() if g is not None]
-        least = max(1e-3, 1e-2 * max(sizes, default=0.0))
-        found = []
-        for name, expected in self._whole.parameters.items():
-            parts = [run.parameters[name] for run in runs]
-            wanted = [expected] * len(runs)
-            is_sliced = name in runs[0].slices
-            if is_sliced and expected is not None:
-                wanted = [run.slices[name].cut(expected) for run in runs]
-            are_equal = [_equal(mine, cut, least) for mine, cut in zip(parts, wanted, strict=True)]
-            if all(are_equal):
-                continue
-            if is_sliced:
-                raise NotEqualError(f"the gradient of {name} differs", 2)
-            if not _equal(_sum_of(parts), expected, least):
-                raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
-            found.append(name)
-        return found
-
-    def _all_parts(self, split: BlockSplit) -> list[_PassResult]:
+    def _all_parts(self, split: BlockSplit, call: BlockCall) -> list[_PassResult]:
         meeting, errors = _Meeting(self._size), []
         found: list[_PassResult | None] = [None] * self._size
 
         def run(rank: int) -> None:
             try:
                 group = _SimulatedGroup(meeting, rank, self._size)
-                found[rank] = self._run(_part(self.block, split, group))
+                found[rank] = self._run(_part(self.block, split, group), call)
             except BaseException as error:
                 errors.append(error)
                 meeting.abort()  # the others would wait for this part until the timeout
@@ -325,7 +292,7 @@ class EquivalenceCheck:
             raise NotEqualError(f"{type(first).__name__}: {first}") from first
         return [run for run in found if run is not None]
 
-    def _run(self, block: nn.Module) -> _PassResult:
+    def _run(self, block: nn.Module, call: BlockCall) -> _PassResult:
         inputs: list[torch.Tensor] = []
 
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,9 +301,10 @@ class EquivalenceCheck:
                 inputs.append(made)
             return made
 
-        args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), fresh)
+        block.zero_grad()  # keeps the tensors of the pass before, which are results
+        args, kwargs = with_tensors((tuple(call.args), dict(call.kwargs)), fresh)
         with torch.enable_grad():
-            outputs = _tensors(block(*args, **kwargs))
+            outputs = tensors(block(*args, **kwargs))
             floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
             # Each element of a result has its own weight, so that exchanged elements change the gradients.
             loss = sum((t * torch.linspace(1, 2, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floating)
@@ -352,6 +320,47 @@ class EquivalenceCheck:
         return _PassResult(
             [(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices
         )
+
+
+def _compare(runs: Sequence[_PassResult], whole: _PassResult) -> list[str]:
+    """Compare the passes of all parts with that of the whole block; return whole parameters whose gradients are sums.
+
+    Raises:
+        NotEqualError: they differ.
+    """
+    for run in runs:
+        if len(run.outputs) != len(whole.outputs):
+            raise NotEqualError("another number of results", 1)
+        for (found, _), (expected, _) in zip(run.outputs, whole.outputs, strict=True):
+            if not _equal(found, expected):
+                raise NotEqualError(f"results differ by {_distance(found, expected)}", 1)
+        for mine, theirs in zip(run.inputs, whole.inputs, strict=True):
+            if not _equal(mine, theirs):
+                raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}", 2)
+    return _summed(runs, whole)
+
+
+def _summed(runs: Sequence[_PassResult], whole: _PassResult) -> list[str]:
+    """Return the names of whole parameters with a gradient that is the sum of the parts' gradients."""
+    # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
+    sizes = [float(g.abs().max()) for g in whole.parameters.values() if g is not None]
+    least = max(1e-3, 1e-2 * max(sizes, default=0.0))
+    found = []
+    for name, expected in whole.parameters.items():
+        parts = [run.parameters[name] for run in runs]
+        wanted = [expected] * len(runs)
+        is_sliced = name in runs[0].slices
+        if is_sliced and expected is not None:
+            wanted = [run.slices[name].cut(expected) for run in runs]
+        are_equal = [_equal(mine, cut, least) for mine, cut in zip(parts, wanted, strict=True)]
+        if all(are_equal):
+            continue
+        if is_sliced:
+            raise NotEqualError(f"the gradient of {name} differs", 2)
+        if not _equal(_sum_of(parts), expected, least):
+            raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
+        found.append(name)
+    return found
 
 
 def _cut(shape: torch.Size, dim: int, length: int) -> torch.Size:
@@ -427,48 +436,11 @@ def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else values * 0.3 + (name != "bias")
 
 
-def _in_type(call: BlockCall, dtype: torch.dtype) -> BlockCall:
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        made = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        return made.requires_grad_(tensor.requires_grad)
-
-    args, kwargs = _with_tensors((tuple(call.args), dict(call.kwargs)), made)
-    return BlockCall(args, kwargs)
-
-
-def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    change_inside = functools.partial(_with_tensors, change=change)
-    if isinstance(value, dict):
-        return {key: change_inside(item) for key, item in value.items()}
-    is_named_tuple = hasattr(value, "_fields")
-    if isinstance(value, tuple) and not is_named_tuple:
-        return tuple(map(change_inside, value))
-    if isinstance(value, list):
-        return list(map(change_inside, value))
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    return copy.deepcopy(value)  # a block may change it, such as a cache, and runs several times
-
-
 def _is_output_by_rows(tensor: torch.Tensor, flows: bool, batch: int) -> bool:
     """Return whether an output carries a multiple of the batch in its first dim, or no gradient flows through it."""
     if tensor.dim() <= 1:
         return False
     return not flows or tensor.shape[0] % batch == 0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    found: list[torch.Tensor] = []
-    if isinstance(value, tuple | list):
-        for item in value:
-            found += _tensors(item)
-    return found
 
 
 def _sum_of(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

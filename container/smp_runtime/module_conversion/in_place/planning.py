@@ -16,7 +16,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_conversion.in_place.blocks import PlannedBlock, blocks_of, shared_with_others
 from smp_runtime.module_conversion.in_place.capture import BATCH, calls_of
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
+from smp_runtime.module_conversion.in_place.equivalence_check import EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.in_place.experts import expert_splits
 from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit, find_narrow, inferred_units, single_units
 from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, list_variants
@@ -25,6 +25,7 @@ from smp_runtime.module_conversion.in_place.uncalled_modules import with_twins
 from smp_runtime.module_conversion.splitting import BlockSplit, Number
 
 if TYPE_CHECKING:
+    from smp_runtime.module_conversion.in_place.block_calls import BlockCall
     from smp_runtime.nn.split_in_place.linear import LinearSplit
     from smp_runtime.nn.split_in_place.tables import Tables
     from smp_runtime.tensor_parallel.group import TensorGroup
