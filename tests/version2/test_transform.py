@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.version2 import make_llama, make_mixtral, make_neox
+from support.models.version2_mixtures import make_tabled
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,24 @@ def test_fully_shard_takes_the_jobs_groups(ranks: Any, config: dict[str, Any], w
     ):
         assert max(found["apart"].values()) < 1e-9, found["apart"]
         assert found["held"] < 0.6 * found["whole"] / config.get("tensor_parallel_degree", 1)
+
+
+def _find_shapes(make: Any, shards: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a rank's parameters, before anything shards them."""
+    import torch.sagemaker as tsm
+
+    tsm.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": shards})
+    model = tsm.transform(make())
+    tsm.shutdown()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def test_what_is_split_does_not_depend_on_the_sharding(ranks: Any) -> None:
+    """Sharded state loads at any hybrid_shard_degree."""
+    whole = {name: tuple(parameter.shape) for name, parameter in make_tabled().named_parameters()}
+    alone, shared = (ranks(_find_shapes, 4, make_tabled, shards, init=False) for shards in (1, 2))
+    assert alone == shared
+    assert all(found != whole for found in shared)
 
 
 def _find_sizes(config: dict[str, Any]) -> list[int]:

@@ -60,7 +60,7 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     A marked module that cannot be distributed stays as it is, and a warning reports why, once.
     """
     builtin.register_all()
-    automatic = _automatic(group)
+    automatic = _automatic(module, group)
     in_place = plan_splits(module, group, lambda part: is_taken(part, automatic))
     ties = vocabulary_ties(module, in_place, group)
     candidates = find_outermost(module, automatic, in_place, ties, lambda title, why: _left_alone(title, why, group))
@@ -139,9 +139,10 @@ def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
     )
 
 
-def _automatic(group: TensorGroup) -> Mapping[str, Any]:
+def _automatic(module: nn.Module, group: TensorGroup) -> Mapping[str, Any]:
     """Return arguments of distributed modules that follow from the configuration, unless a script sets them."""
-    sharded = group.size > 1 and group.ranks.cfg.sharded_data_parallel_degree > 1
+    # What is split in place must depend on the tensor parallel degree alone: sharded checkpoints go to other sharding degrees.
+    sharded = group.size > 1 and group.ranks.cfg.sharded_data_parallel_degree > 1 and not mark_of(module).in_place
     return {"distribute_embedding": True} if sharded else {}
 
 
