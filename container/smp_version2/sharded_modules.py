@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from smp_config.version2.parameters import Version2Parameters
     from smp_runtime.job.ranks import Ranks
 
+#: Of the parameter that FSDP joins a unit's in: which of them have no gradient, and the unit's own.
+_MARKS, _PARAMETERS = "_is_grad_none_mask", "_params"
 #: Numbers the meshes of this process.
 _numbers = itertools.count()
 
@@ -78,6 +80,8 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
         if not under_way:
             state.note_shards(_count_shards(self))
         whole_state.register(self)
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            self.register_forward_pre_hook(_keep_gradients)
         if is_around:
             shards.wrap(self, experts, given, groups_of_experts, FullyShardedDataParallel)
         elif experts:
@@ -164,6 +168,18 @@ def _count_shards(unit: FullyShardedDataParallel) -> int:
     """Return how many ranks share one copy of a unit's state."""
     group = unit.process_group
     return 1 if group is None or unit.sharding_strategy is ShardingStrategy.NO_SHARD else group.size()
+
+
+def _keep_gradients(unit: nn.Module, _: Any) -> None:
+    """Let a pass add to gradients that passes in ``no_sync`` have computed, of parameters whose gradient a script dropped before.
+
+    FSDP marks those as parameters without a gradient, and takes the mark back at passes that average alone. While others of the
+    unit have one, such as zeros, it would drop what the passes before this one have computed.
+    """
+    joined = getattr(getattr(unit, "_handle", None), "flat_param", None)
+    marks: list[bool] = getattr(joined, _MARKS, None) or []
+    for place, parameter in enumerate(getattr(joined, _PARAMETERS, None) or () if any(marks) else ()):
+        marks[place] = marks[place] and parameter.grad is None
 
 
 def _is_hybrid(strategy: ShardingStrategy | None) -> bool:

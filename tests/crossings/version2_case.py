@@ -326,14 +326,6 @@ def _fit_event(event: Event, case: Version2Case) -> str:
         return "scale_gradients"
     if kind == "drop_gradients" and case.joined and case.units == "root":
         return "scale_gradients"
-    if (
-        kind == "drop_gradients"
-        and case.without_sync
-        and case.zeroes
-        and case.shards_by == "wrapper"
-        and case.units == "root"
-    ):
-        return "scale_gradients"  # FSDP adds to what was dropped, if it keeps whole parameters; so does PyTorch alone
     if case.shards_by == "function" and kind == "summon_weights":
         return "change_weights"
     if kind.startswith("resume") and case.net == "images":

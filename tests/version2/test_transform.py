@@ -150,6 +150,50 @@ def test_ranks_without_gradients_add_numbers_of_the_same_type(ranks: Any) -> Non
     assert ranks(_clip_with_few_gradients, 2, init=False) == [5.0, 5.0]
 
 
+def _drop_and_accumulate(shards: int) -> float:
+    """Return how far a training that drops some gradients once, and keeps zeros for others, is from one process's."""
+    import contextlib
+
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def train(model: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            for number in range(3):
+                is_open = number < 2 and isinstance(model, FullyShardedDataParallel)
+                with model.no_sync() if is_open else contextlib.nullcontext():
+                    model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                if step == 0 and ".1." in f".{name}":
+                    parameter.grad = None
+            optimizer.step()
+        whole = (
+            FullyShardedDataParallel.summon_full_params(model)
+            if hasattr(model, "no_sync")
+            else contextlib.nullcontext()
+        )
+        with whole:
+            return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+
+    tsm.init({"hybrid_shard_degree": shards})
+    found = train(FullyShardedDataParallel(tsm.transform(make()), use_orig_params=True))
+    tsm.shutdown()
+    return float((found - train(make())).abs().max())
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_gradients_after_dropped_ones_accumulate_without_sync(ranks: Any, shards: int) -> None:
+    """PyTorch's FSDP alone drops what earlier passes have computed, where each rank has whole parameters."""
+    assert max(ranks(_drop_and_accumulate, 2, shards, init=False)) < 1e-6
+
+
 def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
     import torch.sagemaker as tsm
 
