@@ -16,6 +16,7 @@ from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_version2 import whole_state
+from smp_version2.checkpoint.local_shards import accept_joined
 from smp_version2.moe import shards
 from smp_version2.moe.experts import SharedExperts, find_own_parameters
 from smp_version2.split_parameters import find_slices
@@ -80,6 +81,7 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
         if not under_way:
             state.note_shards(_count_shards(self))
         whole_state.register(self)
+        accept_joined(self)
         if self.sharding_strategy is ShardingStrategy.NO_SHARD:
             self.register_forward_pre_hook(_keep_gradients)
         if is_around:

@@ -100,6 +100,50 @@ def test_local_state_of_another_degree_is_refused_by_name(ranks: Any, tmp_path: 
         assert all(words in message for words in wanted), message
 
 
+def _resume_from_fsdp(folder: Path, saves: bool) -> list[Any]:
+    """Train, save FSDP's own local state dicts in the middle as scripts do, and go on; or load them and go on.
+
+    Returns:
+        the weights at the end.
+    """
+    import torch.sagemaker as tsm
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    tsm.init(SHARD)
+    torch.manual_seed(0 if saves else 1)
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    layers[2] = FullyShardedDataParallel(tsm.transform(layers[2]), use_orig_params=True)
+    model: Any = offload_wrapper(FullyShardedDataParallel(tsm.transform(layers), use_orig_params=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    file = folder / f"{tsm.state.rank}.pt"
+    try:
+        if not saves:
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                state = torch.load(file, weights_only=False)
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+        for step in range(4):
+            if step == 2 and saves:
+                with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            if step >= 2 or saves:
+                rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [parameter.tolist() for parameter in model.parameters()]
+    finally:
+        tsm.shutdown()
+
+
+def test_local_state_of_fsdp_itself_is_loaded(ranks: Any, tmp_path: Path) -> None:
+    """PyTorch alone refuses the keys that it has written, with use_orig_params."""
+    wanted = ranks(_resume_from_fsdp, 2, tmp_path, True, init=False)
+    assert ranks(_resume_from_fsdp, 2, tmp_path, False, init=False) == wanted
+
+
 @pytest.mark.parametrize("way", ["now", "background"])
 def test_local_state_that_no_job_could_load_is_refused_at_the_save(ranks: Any, tmp_path: Path, way: str) -> None:
     """Without sharding FSDP numbers the copies, so that scripts name a folder for each, and only one would get metadata."""

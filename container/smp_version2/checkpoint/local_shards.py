@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 
 from smp_runtime.errors import CheckpointError, SMPOperationError
+from smp_runtime.tensors.torch_private import before_loading
 from smp_version2.state import state
 
 #: What wrappers of modules add to names.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+#: What a unit of FSDP calls the parameter that it joins its own in, and its argument ``use_orig_params``.
+_JOINED, _KEEPS_PARAMETERS = "_fsdp_wrapped_module._flat_param", "_use_orig_params"
 _KEY = re.compile(r"(?:^|\.)smp_local_shard_(\d+)_of_(\d+)_tensor_(\d+)_of_(\d+)$")
 
 
@@ -97,6 +100,23 @@ def load_local_state(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
                 f"the local part of {name} has shape {list(given.shape)}, and the model's has {list(tensor.shape)}"
             )
         tensor.copy_(given)
+
+
+def accept_joined(unit: FullyShardedDataParallel) -> None:
+    """Let a unit with ``use_orig_params`` load ``LOCAL_STATE_DICT`` of FSDP, which writes keys that it does not take back."""
+    if getattr(unit, _KEEPS_PARAMETERS, False) and unit.sharding_strategy is not ShardingStrategy.NO_SHARD:
+        before_loading(unit, _take_joined)
+
+
+def _take_joined(unit: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the parameter that FSDP joins a unit's in out of a local state dict, which has the parts in it, too.
+
+    At other degrees and on other ranks PyTorch has refused the file before, as it has sharded tensors.
+    """
+    key = f"{prefix}{_JOINED}"  # as FSDP's own hook has left it
+    settings = FullyShardedDataParallel.get_state_dict_type(unit)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        state_dict.pop(key, None)
 
 
 def _list_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
