@@ -29,7 +29,7 @@ from support.models.tiny_families import SPECIAL, Family, NotBuilt, families, lo
 from support.ranks.context_threads import cut, run_context
 
 from smp_runtime.context import functions, packed_masks
-from smp_runtime.context.position_wise import prepare
+from smp_runtime.context.proofs.position_wise import prepare
 from smp_runtime.context.rules import flexible
 from smp_runtime.context.sequence import ShardedSequence
 

@@ -10,7 +10,7 @@ from support.ranks.context_threads import cut, run_context, see_sequences, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_runtime.context.position_wise import prepare
+from smp_runtime.context.proofs.position_wise import prepare
 
 B, T, D = 2, 24, 6
 
@@ -68,6 +68,98 @@ class ScaleByLargest(torch.autograd.Function):
         return gradient / ctx.largest
 
 
+class ChangeGradient(torch.autograd.Function):
+    """Forward the same; backward what ``change`` makes of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+class Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, torch.einsum("btd,bte->de", x, gradient)
+
+
+class AddLoss(torch.autograd.Function):
+    """Forward the same; backward a loss beside it has its gradient, as libraries of experts add theirs."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.new_ones(())
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return AddLoss.apply(Project.apply(x, self.weight), self.weight.square().sum())
+
+
+class Observed(nn.Module):
+    """A loss of all positions that experts leave behind: stored, noted, counted, or of what a hook has seen."""
+
+    class Experts(TinyExperts):
+        way: str = ""
+        noted: list
+
+        def forward(self, hidden):
+            weights = self.router(hidden).softmax(-1)
+            balance = weights.mean((0, 1)).square().sum()
+            if self.way == "stored":
+                self.balance = balance
+            if self.way == "stored in training" and self.training:
+                self.balance = balance
+            if self.way == "noted":
+                self.noted.append(balance)
+            if self.way == "counted":
+                self.count += weights.detach().sum((0, 1))
+            return super().forward(hidden)
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, self.Experts()
+        self.inner.way, self.inner.noted = way, []
+        self.inner.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "stored in training":
+            self.inner.eval()(x)
+            self.inner.train()
+        noted = self.inner.noted
+        hook = self.inner.router.register_forward_hook(lambda _, __, weights: noted.append(weights))
+        if self.way != "seen":
+            hook.remove()
+        y = self.inner(x)
+        hook.remove()
+        found = {
+            "stored": lambda: self.inner.balance,
+            "stored in training": lambda: self.inner.balance,
+            "noted": lambda: noted[-1],
+            "counted": lambda: self.inner.count,
+            "seen": lambda: noted[-1].softmax(-1).mean(-2).square().sum(),
+        }[self.way]()
+        return y * found.sum() + len(noted)
+
+
 class Net(nn.Module):
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -110,7 +202,16 @@ CASES = {
     "experts": (TinyExperts, True),
     "experts with capacity": (ExpertsWithCapacity, False),
     "function": (lambda: OfFunction(Scale, 3.0), True),
+    "experts that store a loss": (lambda: Observed("stored"), False),
+    "experts that store a loss in training": (lambda: Observed("stored in training"), False),
+    "experts that note a loss elsewhere": (lambda: Observed("noted"), False),
+    "experts that count": (lambda: Observed("counted"), False),
+    "experts whose hooks see positions": (lambda: Observed("seen"), True),
     "function of the largest": (lambda: OfFunction(ScaleByLargest), False),
+    "function with limits in backward": (lambda: OfFunction(ChangeGradient, lambda g: g.clamp(-0.001, 0.001)), True),
+    "function that adds in backward": (lambda: OfFunction(ChangeGradient, lambda g: g + 0.1), True),
+    "function of the norm in backward": (lambda: OfFunction(ChangeGradient, lambda g: g / g.norm()), False),
+    "functions with parameters": (Projection, True),
 }
 
 

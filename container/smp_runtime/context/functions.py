@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from smp_runtime.context.position_wise import PositionWise
-from smp_runtime.context.sequence import ShardedSequence, cut_results, gather_all, sequences_in
+from smp_runtime.context.proofs.function_gradients import FunctionOnSlices, cut_with_true_gradients
+from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.nested import map_leaves
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smp_runtime.context.layout import SequenceLayout
 
 #: What is known of each function's class.
-_position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], PositionWise] = weakref.WeakKeyDictionary()
+_position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], FunctionOnSlices] = weakref.WeakKeyDictionary()
 
 _original = torch.autograd.Function.__dict__["apply"]
 
@@ -53,7 +53,7 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     if cls.__module__.startswith(_INDEXING):
         return _call_whole(cls, *args, **kwargs)
     if cls not in _position_wise:
-        _position_wise[cls] = PositionWise(functools.partial(_call_whole, cls))
+        _position_wise[cls] = FunctionOnSlices(functools.partial(_call_whole, cls))
     return _position_wise[cls](*args, **kwargs)
 
 
@@ -98,7 +98,7 @@ def _call_whole(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     if not found:
         return call(*args, **kwargs)
     name, first = cls.__name__, found[0]
-    return cut_results(call(*gather_all(args, name), **gather_all(kwargs, name)), first)
+    return cut_with_true_gradients(call(*gather_all(args, name), **gather_all(kwargs, name)), first)
 
 
 def _save_inputs(frame: Any, save: Callable[..., None], *args: Any) -> None:

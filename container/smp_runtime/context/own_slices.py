@@ -19,7 +19,7 @@ from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.inputs import WHOLE, SequenceInputs, digest
 from smp_runtime.context.layout import SequenceLayout, zigzag
 from smp_runtime.context.loaded_batches import CutBatches, LoadedBatches
-from smp_runtime.context.position_wise import prepare
+from smp_runtime.context.proofs.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves

@@ -225,14 +225,19 @@ def write_back(written: ShardedSequence, changed: torch.Tensor, name: str) -> Sh
     return written
 
 
-def cut_results(result: Any, like: ShardedSequence) -> Any:
-    """Return results with those cut again that have the sequence in the same dim; any tensor may be cut or whole."""
+def cut_results(
+    result: Any, like: ShardedSequence, cut: Callable[[torch.Tensor], ShardedSequence] | None = None
+) -> Any:
+    """Return results with those cut again that have the sequence in the same dim; any tensor may be cut or whole.
 
-    def cut(leaf: Any) -> Any:
+    Args:
+        cut: returns a sequence of a whole tensor, in place of its plain cut.
+    """
+    made = cut or (lambda leaf: like.like(like.group.take(leaf, like.dim_held, like.sequence_layout)))
+
+    def change(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, ShardedSequence) or leaf.dim() != like.dim():
             return leaf
-        if leaf.shape[like.dim_held] != like.sequence_layout.size:
-            return leaf
-        return like.like(like.group.take(leaf, like.dim_held, like.sequence_layout))
+        return made(leaf) if leaf.shape[like.dim_held] == like.sequence_layout.size else leaf
 
-    return cut(result) if isinstance(result, torch.Tensor) else tree_map(cut, result)
+    return change(result) if isinstance(result, torch.Tensor) else tree_map(change, result)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_config.limits import effective_bucket_bytes
 from smp_runtime.context.inputs import SequenceInputs
-from smp_runtime.context.position_wise import prepare
+from smp_runtime.context.proofs.position_wise import prepare
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.context.travel import take_apart
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
