@@ -217,6 +217,116 @@ def test_a_state_that_something_else_changes_meanwhile_fails_the_save_and_later_
     assert torch.equal(next(iter(run.optimizer.state.values()))["exp_avg"], before)
 
 
+def _changed_at_once(path):
+    """A save whose copies wait; then every tensor that the script can reach is changed. Return what was lost, by rank."""
+    from support.training.checkpoint_training import Training, held
+
+    from smp_runtime.tensors.host_memory import snapshot
+
+    run = Training()
+    run.train(0, 2)
+    run.save(path, "0", 2, async_save=True)  # agrees with the other ranks
+    run.smp.wait_for_checkpoint()
+    expected = held(run)
+    may_copy, original = threading.Event(), snapshot.TensorSnapshot.copy_rest
+
+    def copy_rest(taken, arena):
+        assert may_copy.wait(30)
+        original(taken, arena)
+
+    snapshot.TensorSnapshot.copy_rest = copy_rest
+    try:
+        run.save(path, "1", 2, async_save=True)
+        threading.Timer(0.2, may_copy.set).start()
+        with torch.no_grad():
+            for parameter in run.model.local_parameters():
+                parameter.data.mul_(2)
+            for group in run.optimizer.param_groups:
+                for updated in group["params"]:
+                    updated.data.mul_(3)
+            for buffer in dict(run.model.local_named_buffers()).values():
+                buffer.mul_(2)
+        run.train(2, 3)
+        run.smp.wait_for_checkpoint()
+    finally:
+        snapshot.TensorSnapshot.copy_rest = original
+    assert not all(torch.equal(a, b) for a, b in zip(held(run), expected, strict=True))
+    run.resume(path, "1")
+    return [index for index, (a, b) in enumerate(zip(held(run), expected, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("s2", {}), ("s2", {"bf16": True}), ("dp2", {"fp16": True}), ("o2", {"bf16": True}), ("pp2", {})],
+)
+def test_parameters_changed_right_after_the_call_are_saved_as_they_were(ranks, tmp_path, name, extra):
+    """Parts of sharded parameters and float32 weights too, which a thread copies: a script's write to them waits."""
+    world, config = TOPOLOGIES[name]
+    assert ranks(_changed_at_once, world, str(tmp_path), config={**config, **extra}) == [[]] * world
+
+
+def test_a_save_after_the_first_calls_no_other_rank_on_the_scripts_thread(ranks, tmp_path):
+    def run(path):
+        from support.training.checkpoint_training import Training
+
+        from smp_runtime.comm.control import ControlPlane
+
+        run = Training()
+        run.train(0, 1)
+        run.save(path, "0", 1, async_save=True)
+        run.smp.wait_for_checkpoint()
+        called = []
+        names = ("broadcast", "allgather", "gather", "send", "receive")
+        originals = {name: getattr(ControlPlane, name) for name in names}
+        for name in names:
+            setattr(ControlPlane, name, lambda *_, name=name, **__: called.append(name))
+        collectives = [
+            name for name in ("all_gather", "all_reduce", "broadcast", "barrier") if hasattr(torch.distributed, name)
+        ]
+        theirs = {name: getattr(torch.distributed, name) for name in collectives}
+        for name in collectives:
+            setattr(torch.distributed, name, lambda *_, name=name, **__: called.append(name))
+        try:
+            run.save(path, "1", 1, async_save=True)
+            run.smp.wait_for_checkpoint()
+        finally:
+            for name, original in originals.items():
+                setattr(ControlPlane, name, original)
+            for name, original in theirs.items():
+                setattr(torch.distributed, name, original)
+        assert run.resume(path, "1") == 1
+        return called
+
+    for name in ("s2", "pp2"):
+        world, config = TOPOLOGIES[name]
+        assert ranks(run, world, str(tmp_path / name), config=config) == [[]] * world
+
+
+def test_a_failure_to_begin_is_told_to_all_behind_their_backs(ranks, tmp_path):
+    def run(path):
+        from support.training.checkpoint_training import Training
+
+        run = Training()
+        run.train(0, 1)
+        run.save(path, "good", 1, async_save=True)
+        run.smp.wait_for_checkpoint()
+        content = {"step": object()} if run.smp.rank() == 0 else {}
+        saves = {"tag": "bad", "user_content": content, "async_save": True}
+        if run.smp.rank() == 0:  # whose content it is hears of it at once
+            with pytest.raises(CheckpointError, match="rank 0.*user_content"):
+                run.smp.save_checkpoint(path, **saves)
+        else:
+            run.smp.save_checkpoint(path, **saves)
+            with pytest.raises(CheckpointError, match="rank 0.*user_content"):
+                run.smp.wait_for_checkpoint()
+        assert run.resume(path) == 1
+        run.save(path, "next", 1, async_save=True)
+        run.smp.wait_for_checkpoint()
+
+    ranks(run, 2, str(tmp_path), config={"ddp": True})
+    assert newest_name(tmp_path) == "next_partial"
+
+
 def test_a_state_that_is_replaced_meanwhile_is_that_of_the_call(solo, tmp_path, monkeypatch):
     solo({})
     run = Training()

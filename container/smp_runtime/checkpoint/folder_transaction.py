@@ -44,7 +44,7 @@ _SECONDS_AFTER_FAILURE = 0.5
 
 
 class FolderTransaction:
-    """Makes a folder appear whole: all ranks enter, write into :attr:`writing`, and commit together.
+    """Makes a folder appear whole: all ranks begin, write into :attr:`writing`, and commit together.
 
     Works on a folder that all hosts share and on one that each host has of its own: the first rank leaves a token
     in the folder, and the first rank of a host that does not see it knows that it must keep its own folder in order. A rank
@@ -52,42 +52,51 @@ class FolderTransaction:
 
     Args:
         session: all its ranks take part.
-        problem: why this rank cannot take part, or None.
 
     Attributes:
-        token: the same on all ranks, and for no other save.
-        keeps_order: whether this rank creates and removes folders for its host.
-        hosts: by global rank, the number of its host, if hosts have folders of their own, else None.
-
-    Raises:
-        CheckpointError: on every rank, when any rank has a problem.
+        token: the same on all ranks, and for no other save; empty before :meth:`begin`.
+        keeps_order: whether this rank creates and removes folders for its host; known after :meth:`begin`.
+        hosts: by global rank, the number of its host, if hosts have folders of their own, else None; known after :meth:`begin`.
     """
 
-    def __init__(self, session: Session, final: Path, problem: str | None = None) -> None:
-        control, everyone = session.ranks.control, list(range(session.ranks.control.size))
-        self._rank = session.ranks.rank
+    def __init__(self, session: Session, final: Path) -> None:
+        self._is_first_of_host = session.ranks.local_rank == 0
         self.final = final
         # Before the locks: the session waits for it first, and another job must not remove the same folders meanwhile.
         self._removal = FolderRemoval.of(session)
         self._locks = SavingLocks.of(session)
         self._seen = session.ranks.keep(SeenFolders, SeenFolders)
         self.keeps_order = session.ranks.rank == 0
+        self.hosts: list[int] | None = None
         #: What :meth:`_publish` has done so far, the last first, as what takes it back.
         self._done: list[Callable[[], object]] = []
+        self.token = ""
+        self.writing = self._writing("")
+
+    def begin(self, exchange: Exchange, problem: str | None = None) -> None:
+        """Make the folder that is written into, and learn which hosts have folders of their own.
+
+        Args:
+            exchange: every rank calls this with one, on whichever thread.
+            problem: why this rank cannot take part, or None.
+
+        Raises:
+            CheckpointError: on every rank, when any rank has a problem.
+        """
         token = ""
         if self.keeps_order:
             token = f"{random.SystemRandom().getrandbits(64):016x}"
             problem = problem or failure_of(lambda: self._restart(token))
-        self.token = token = control.broadcast(token, everyone)
+        self.token = token = exchange.broadcast(token)
         #: Of this save alone: whoever else writes under the same tag writes elsewhere.
         self.writing = self._writing(token)
-        if not self.keeps_order and session.ranks.local_rank == 0:
+        if not self.keeps_order and self._is_first_of_host:
             problem = problem or failure_of(lambda: self._join(token))
-        found = control.allgather((self.keeps_order, host_name(), problem), everyone)
+        found = exchange.broadcast(exchange.gather([self.keeps_order, host_name(), problem]))
         failures = [(rank, host, why) for rank, (_, host, why) in enumerate(found) if why]
         if failures:
             self.abandon()
-            raise not_saved(final, failures)
+            raise not_saved(self.final, failures)
         names = list(dict.fromkeys(name for _, name, _ in found))
         separate = sum(keeps for keeps, _, _ in found) > 1
         self.hosts = [names.index(name) for _, name, _ in found] if separate else None

@@ -15,6 +15,7 @@ from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
 from smp_runtime.tensors.parameter_attributes import get_data
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -32,12 +33,14 @@ class Holding:
     Attributes:
         tensor: the values, flat or shaped like the region's slice; writing into it changes the model.
         record: of the parameter; None for a buffer.
+        counted: the same elements, in a tensor whose counter of changes shows writes into them; None for ``tensor`` itself.
     """
 
     name: str
     tensor: torch.Tensor
     region: TensorRegion
     record: ParameterRecord | None = None
+    counted: torch.Tensor | None = None
 
     @property
     def is_split(self) -> bool:
@@ -78,11 +81,26 @@ def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
     return (record for record in saved_records(model) if id(record.parameter) in local)
 
 
-def live_weights(model: DistributedModel) -> Iterator[Holding]:
+class LiveNames:
+    """What of a model is saved, looked up once: to walk through all modules takes as long as all the rest of a plan.
+
+    Attributes:
+        saved: the names of the ``state_dict``, in its order.
+        records: those of :func:`local_records`.
+    """
+
+    def __init__(self, model: DistributedModel) -> None:
+        self.saved = dict.fromkeys(model.module.state_dict(keep_vars=True))
+        local = {id(parameter) for parameter in model.local_parameters()}
+        mine = [record for record in model.registry if id(record.parameter) in local]
+        self.records = [record for record in mine if any(name in self.saved for name in record.names)]
+
+
+def live_weights(model: DistributedModel, names: LiveNames | None = None) -> Iterator[Holding]:
     """Yield this rank's parameters as the model keeps them; a sharded one only if part of it is on this rank."""
     model.adopt_writes()
     places = model.shards.places if model.shards is not None else {}
-    for record in local_records(model):
+    for record in local_records(model) if names is None else names.records:
         parameter = record.parameter
         if parameter not in places:
             yield Holding(record.name, get_data(parameter), region_of(record), record)
@@ -99,12 +117,15 @@ def live_masters(model: DistributedModel) -> Iterator[Holding]:
         has_master = shard.optimized.data_ptr() != shard.stored.data_ptr()
         if has_master:
             record = model.registry.record_of(shard.parameter)
-            yield Holding(record.name, get_data(shard.optimized), region_of(record, (shard.start, shard.stop)), record)
+            with DisableTorchFunctionSubclass():
+                counted = shard.optimized.detach()
+            region = region_of(record, (shard.start, shard.stop))
+            yield Holding(record.name, get_data(shard.optimized), region, record, counted)
 
 
-def live_buffers(model: DistributedModel) -> Iterator[Holding]:
+def live_buffers(model: DistributedModel, names: LiveNames | None = None) -> Iterator[Holding]:
     """Yield this stage's persistent buffers, under each of their names."""
-    persistent = set(model.module.state_dict(keep_vars=True))
+    persistent = (names or LiveNames(model)).saved
     for name, buffer in model.local_named_buffers(remove_duplicate=False):
         if name in persistent:
             yield Holding(name, buffer, TensorRegion.of(tuple(buffer.shape)))

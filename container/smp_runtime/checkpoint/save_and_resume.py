@@ -38,6 +38,7 @@ from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.tensors.host_memory.snapshot import wait_for_copies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +91,8 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         user_content: plain containers, numbers, strings, tensors and NumPy arrays; rank 0's is saved.
         translate_if_full: save a full state of a distributed Hugging Face model under Hugging Face's names.
         num_kept_partial_checkpoints: older ones are removed beyond this number.
-        async_save: return as soon as the weights are copied to CPU memory; a thread copies the optimizer's state, for which
-            the next update waits, and writes all of it while training goes on.
+        async_save: return as soon as what the script can change is copied to CPU memory; a thread copies the optimizer's
+            state, for which the next update waits, and writes all of it while training goes on.
             The next save, :func:`wait_for_checkpoint` and the end of the job wait for it. For partial checkpoints.
         trust_user_content: let ``user_content`` hold any object that can be pickled; it must be trusted when resumed.
 
@@ -297,6 +298,7 @@ def resume_from_checkpoint(
             code="SMP402",
         )
     model, optimizer = models[0], _optimizer(session) if load_optimizer else None
+    wait_for_copies()  # of an asynchronous save, before anything is written into
     if not partial and (adapters := find_adapters(model, folder, tag)):
         with _raised_on_all(session):
             load_adapters(model, adapters, strict=strict)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import logging
 import os
+import secrets
 import threading
-import time
 import weakref
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,25 +21,11 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_config.limits import wants_flat_groups
-from smp_config.version import __version__
 from smp_runtime.checkpoint.files.atomic_file import write_recorded
-from smp_runtime.checkpoint.files.manifest import (
-    EXTRA,
-    MASTER,
-    MODULE,
-    PARTITION,
-    POSITIONS,
-    USER_CONTENT,
-    FileRecord,
-    Manifest,
-    OptimizerRecord,
-    Piece,
-    TensorRecord,
-)
-from smp_runtime.checkpoint.files.name_translation import translation_names
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, USER_CONTENT
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated_parameters
+from smp_runtime.checkpoint.live_state import ScriptPosition, random_file
 from smp_runtime.checkpoint.rank_agreement import (
     ControlExchange,
     Exchange,
@@ -46,10 +33,16 @@ from smp_runtime.checkpoint.rank_agreement import (
     StoreExchange,
     second_connection,
 )
-from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
+from smp_runtime.checkpoint.save_plan import SHARDS, Apart, SavePlan, WriteShare, contents_of
+from smp_runtime.checkpoint.saving.save_report import Described, Report, describe, merge
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
-from smp_runtime.tensors.host_memory.snapshot import ChangedWhileCopiedError, StagingArena, TensorSnapshot
+from smp_runtime.tensors.host_memory.snapshot import (
+    ChangedWhileCopiedError,
+    StagingArena,
+    TensorSnapshot,
+    wait_for_copies,
+)
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -59,50 +52,97 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
-@dataclass
-class Report:
-    """What a rank has written.
+@dataclass(frozen=True)
+class _KnownFolder:
+    """What all ranks know of saves into a folder since the first of them, so that later asynchronous ones need not ask.
 
     Attributes:
-        failure: why it could not, or None.
-        pieces: by file, state key and name.
-        buffers: the same.
+        hosts: see :class:`WriteShare`.
+        flat: whether the parts of sharded parameters are exchanged, for other tools.
     """
 
-    failure: str | None = None
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
-    parameters: dict[str, TensorRecord] = field(default_factory=dict)
-    buffers: dict[str, TensorRecord] = field(default_factory=dict)
-    host: str = ""  # the rank's host, if the report was sent to rank 0
-
-    def to_json(self) -> list[Any]:
-        """Return the report for rank 0, in the format of a manifest."""
-        return [self.failure, host_name(), Manifest("", files=self.files, **self._tensors()).to_json()]
-
-    @classmethod
-    def from_json(cls, found: list[Any]) -> Report:
-        """Return a report from the result of :meth:`to_json`."""
-        failure, host, text = found
-        told = Manifest.from_json(text)
-        return cls(failure, told.files, told.pieces, told.parameters, told.buffers, host)
-
-    def _tensors(self) -> dict[str, Any]:
-        return {"pieces": self.pieces, "parameters": self.parameters, "buffers": self.buffers}
+    hosts: list[int] | None
+    flat: bool
 
 
-@dataclass(frozen=True)
-class Described:
-    """What rank 0 knows of the whole checkpoint before anything is written."""
+@dataclass
+class _Save:
+    """One save, from the call of the script to the checkpoint in its place; the second part may run on a thread.
 
-    tag: str
-    topology: dict[str, Any]
-    precision: str
-    optimizer: OptimizerRecord | None
-    translations: list[str]
-    order: list[str]
-    steps: int
-    has_content: bool
+    Attributes:
+        transaction: of its folder.
+        content: the script's own, on rank 0.
+        keep: how many checkpoints stay.
+        agreed: None as long as the transaction has not begun.
+        problem: why this rank cannot take part.
+        assumed: what the plan was made for, if the transaction begins on the thread.
+        jobs: what makes the content of each of this rank's files.
+        texts: files that a host has once.
+    """
+
+    transaction: FolderTransaction
+    content: bytes
+    keep: int | None
+    problem: str | None = None
+    assumed: _KnownFolder | None = None
+    flat: bool = False
+    report: Report = field(default_factory=Report)
+    first: Callable[[], None] | None = None
+    jobs: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    described: Described | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether the folder is shared by other hosts than it was planned for; all ranks find the same."""
+        return bool(self.assumed and self.transaction.token and self.transaction.hosts != self.assumed.hosts)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Begin the transaction, unless it has begun; raises as it does."""
+        if self.transaction.token:
+            return
+        self.transaction.begin(exchange, self.problem)
+        if self.is_elsewhere:
+            self.transaction.abandon()
+            raise not_saved(
+                self.transaction.final,
+                [
+                    (
+                        0,
+                        host_name(),
+                        "its folder was shared by all hosts and is not any more, or the other way round: save again",
+                    )
+                ],
+            )
+
+    def complete(self, exchange: Exchange) -> None:
+        """Write this rank's files, and commit with all ranks."""
+        self.begin(exchange)
+        transaction, report = self.transaction, self.report
+        content = self.content
+        if transaction.hosts is not None:  # the same file on every host
+            content = base64.b64decode(exchange.broadcast(base64.b64encode(content).decode()))
+        goes_on = report.failure is None
+        if self.flat:  # some rank has a first: then none calls its own unless all can
+            failures = exchange.gather(report.failure)
+            goes_on = exchange.broadcast(failures is not None and not any(failures))
+        try:
+            if goes_on and self.first is not None:
+                self.first()
+            if goes_on:
+                self._write(content)
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
+            report.failure = words_of(error)
+        reports = exchange.gather(report.to_json())
+        verdict = None if reports is None else _verdict(transaction, self.described, reports)
+        transaction.commit(exchange, verdict, self.keep)
+
+    def _write(self, content: bytes) -> None:
+        jobs = dict(self.jobs)
+        if self.transaction.keeps_order:
+            jobs |= {name: _given(found) for name, found in {**self.texts, USER_CONTENT: content}.items()}
+        for name, make in jobs.items():
+            self.report.files[name] = write_recorded(make(), self.transaction.writing / name)
 
 
 class Saver:
@@ -120,11 +160,14 @@ class Saver:
         self.arena = StagingArena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
         self._connection: SecondConnection | None = None
-        #: Of the save that is written, whose tensors the next update would change.
-        self._snapshot: TensorSnapshot | None = None
+        #: Of the exchanges over that connection, each with a number of its own: what comes before it.
+        self._title = ""
+        self._exchanges = 0
+        #: By folder of checkpoints.
+        self._agreed: dict[Path, _KnownFolder] = {}
         #: Whether something else than an update has changed the optimizer's state during a save.
         self._copies_at_once = False
-        session.before_update.append(lambda _: self._finish_copies())
+        session.before_update.append(lambda _: wait_for_copies())
         session.at_close.append(self.wait)
         session.at_close.append(self.arena.close)
 
@@ -160,16 +203,6 @@ class Saver:
         if error is not None:
             raise error
 
-    def _finish_copies(self) -> None:
-        """Block until the save that is written has copied all that an update changes."""
-        snapshot = self._snapshot
-        if snapshot is not None and not snapshot.wait(timeout_seconds()):
-            raise DeadlineError(
-                f"the optimizer's state is not copied for the checkpoint after {timeout_seconds():.0f} s; look at the machine's "
-                "memory, or raise SMP_TIMEOUT_SECONDS"
-            )
-        self._snapshot = None
-
     def save(
         self,
         final: Path,
@@ -190,61 +223,61 @@ class Saver:
             moment: to which the checkpoint belongs; None for now. The model and the optimizer must not have changed since.
         """
         session = self._session
-        problem: str | None = None
-        content, flat = b"", False
-        try:
-            self.wait()
-        except Exception as error:
-            problem = f"the checkpoint before this one was not saved: {error}"
+        problem, content, flat = self._former_problem(), b"", False
         try:
             if session.ranks.rank == 0:
                 content = user_content()
                 flat = wants_flat_groups(os.environ)
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             problem = problem or words_of(error)
-        transaction = FolderTransaction(session, final, problem)
-        if transaction.hosts is not None:  # the same file on every host
-            content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
-        if session.ranks.cfg.sharded_data_parallel_degree > 1:  # of rank 0, since the ranks exchange parts for it
-            flat = session.ranks.control.broadcast(flat, list(range(session.ranks.control.size)))
-        else:
-            flat = False
-        exchange = self._background_exchange(transaction.token) if in_background else None
-        # Separate from the next block: ranks may wait for each other in it, so all of them must enter it.
-        described, undescribed = None, None
-        try:
-            described = (
-                describe(session, tag, model, optimizer, has_content=has_content) if session.ranks.rank == 0 else None
-            )
-        except Exception as error:  # report any error, because the other ranks wait for the outcome
-            undescribed = words_of(error)
-        report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
+        exchange = self._background_exchange() if in_background else None
+        save = _Save(FolderTransaction(session, final), content, keep, problem)
+        # Then nothing here waits for other ranks: even an error is told to them behind their backs.
+        save.assumed = self._agreed.get(final.parent) if exchange is not None else None
+        agreed = save.assumed or self._agree(save, flat)
         snapshot = TensorSnapshot() if exchange is not None else None
+        if save.assumed is None or problem is None:
+            self._plan(save, agreed, snapshot, model, optimizer, moment)
+        # Separate from the plan, in which ranks may wait for each other: all of them must make one.
         try:
-            apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None and flat else None
-            share = WriteShare(session, transaction.hosts)
-            made = contents_of(session, model, optimizer, share, apart, as_held=not flat)
-            report = Report(None, {}, made.pieces, made.parameters, made.buffers)
-            first = made.first
-            moment = moment or ScriptPosition.now(session)
-            jobs = self._jobs(made, model, content, transaction, moment, snapshot)
+            if session.ranks.rank == 0:
+                save.described = describe(session, tag, model, optimizer, has_content=has_content)
         except Exception as error:  # report any error, because the other ranks wait for the outcome
-            report.failure = words_of(error)
-        report.failure = undescribed or report.failure
-        complete = functools.partial(_complete, transaction, report, first, jobs, described, keep, flat)
+            save.report.failure = words_of(error)
         if exchange is None or snapshot is None:
-            complete(ControlExchange(session.ranks.control))
+            save.complete(ControlExchange(session.ranks.control))
             return
-        self._snapshot = snapshot
         self._thread = threading.Thread(
             target=self._in_background,
-            args=(snapshot, report, functools.partial(complete, exchange)),
+            args=(snapshot, save, exchange),
             name="smp-checkpoint",
             daemon=True,  # the session waits for it when it closes, in time and in good order
         )
         self._thread.start()
+        if save.assumed is not None and problem is not None:
+            self.wait()
 
-    def _background_exchange(self, title: str) -> Exchange | None:
+    def _former_problem(self) -> str | None:
+        """Wait for the save before, and return why it failed; raise if it has not ended, since it still uses the connection."""
+        try:
+            self.wait()
+        except Exception as error:
+            if self._thread is not None:
+                raise
+            return f"the checkpoint before this one was not saved: {error}"
+        return None
+
+    def _agree(self, save: _Save, flat: bool) -> _KnownFolder:
+        """Begin a save with all ranks, and keep what they agree on; ``flat`` is what rank 0 wants."""
+        session = self._session
+        exchange = ControlExchange(session.ranks.control)
+        save.begin(exchange)
+        # Of rank 0, since the ranks exchange parts for it.
+        flat = session.ranks.cfg.sharded_data_parallel_degree > 1 and exchange.broadcast(flat)
+        agreed = self._agreed[save.transaction.final.parent] = _KnownFolder(save.transaction.hosts, flat)
+        return agreed
+
+    def _background_exchange(self) -> Exchange | None:
         """Return the exchange that the ranks use while training continues; None on all ranks if one has none.
 
         The connection is made in the first save: it takes several messages, for which training would wait each time.
@@ -253,17 +286,22 @@ class Saver:
         if control.size == 1:
             return ControlExchange(control)
         if self._connection is None:
+            everyone = list(range(control.size))
             found = second_connection(control, "smp-checkpoint", "checkpoints")
-            if all(control.allgather(found is not None, list(range(control.size)))):
+            self._title = control.broadcast(secrets.token_hex(8), everyone)
+            if all(control.allgather(found is not None, everyone)):
                 self._connection = found
         if self._connection is not None:
             # One save uses it at a time, and the title, which no other save has, is part of what is sealed.
+            self._exchanges += 1
+            title = f"{self._title}/{self._exchanges}"
             return StoreExchange(self._connection.store, control.rank, control.size, title, self._connection.secret)
         if control.rank == 0:
             logger.warning("async_save needs a newer PyTorch: this checkpoint is saved at once")
         return None
 
-    def _in_background(self, snapshot: TensorSnapshot, report: Report, complete: Callable[[], None]) -> None:
+    def _in_background(self, snapshot: TensorSnapshot, save: _Save, exchange: Exchange) -> None:
+        report = save.report
         try:
             snapshot.copy_rest(self.arena)
             self.arena.pin_later()
@@ -273,19 +311,42 @@ class Saver:
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             report.failure = report.failure or words_of(error)
         try:
-            complete()
+            save.complete(exchange)
         except Exception as error:
+            if save.is_elsewhere:  # for all ranks alike: the next save asks again
+                self._agreed.pop(save.transaction.final.parent, None)
             logger.error("%s", error)
             self._error = error
 
-    def _jobs(
+    def _plan(
         self,
-        made: SavePlan,
-        model: DistributedModel,
-        content: bytes,
-        transaction: FolderTransaction,
-        moment: ScriptPosition,
+        save: _Save,
+        agreed: _KnownFolder,
         snapshot: TensorSnapshot | None,
+        model: DistributedModel,
+        optimizer: DistributedOptimizer | None,
+        moment: ScriptPosition | None,
+    ) -> None:
+        """Work out what this rank writes; with ``snapshot`` the state is that of now, whenever it is written."""
+        session = self._session
+        save.flat = agreed.flat
+        try:
+            share = WriteShare(session, agreed.hosts)
+            apart = None
+            if snapshot is not None and agreed.flat:
+                apart = Apart(snapshot.keep, self._sharding_group(model))
+            made = contents_of(session, model, optimizer, share, apart, as_held=not agreed.flat)
+            save.report = Report(None, {}, made.pieces, made.parameters, made.buffers)
+            save.first = made.first
+            moment = moment or ScriptPosition.now(session)
+            save.jobs = self._jobs(made, moment, snapshot)
+            if session.ranks.rank == 0 or agreed.hosts is not None:
+                save.texts = files_of_job(model, b"", moment)
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
+            save.report.failure = words_of(error)
+
+    def _jobs(
+        self, made: SavePlan, moment: ScriptPosition, snapshot: TensorSnapshot | None
     ) -> dict[str, Callable[[], Any]]:
         """Return functions that build the content of each file; with ``snapshot`` everything is copied now."""
         session = self._session
@@ -297,8 +358,6 @@ class Saver:
             else:
                 jobs[name] = functools.partial(build, _live)
         jobs[random_file(session.ranks.rank)] = _given(moment.random)
-        if transaction.keeps_order:
-            jobs |= {name: _given(found) for name, found in files_of_job(model, content, moment).items()}
         if snapshot is not None:
             snapshot.copy_to(self.arena)
             if session.ranks.device.type == "cuda":
@@ -342,12 +401,17 @@ def files_of_job(model: DistributedModel, content: bytes, moment: ScriptPosition
 
 
 def _only_updated(made: SavePlan) -> set[str]:
-    """Return the names, as a plan gives them to ``keep``, of tensors that nothing but the optimizer's update changes."""
+    """Return the names, as a plan gives them to ``keep``, of tensors that no script holds.
+
+    They are states and float32 weights of the optimizer, and parts of sharded parameters. The optimizer's update changes them, and
+    where the library brings a script's writes to them, it waits for the copies.
+    """
     return {
-        f"{key}/{name}"
+        # Of parameters, only those that are shared out are named so.
+        f"{SHARDS if key == MODULE else key}/{name}"
         for keys in made.pieces.values()
         for key, pieces in keys.items()
-        if key not in (MODULE, MASTER, EXTRA)
+        if key != EXTRA
         for name, piece in pieces.items()
         if not piece.whole_object
     }
@@ -368,37 +432,6 @@ def _live(_: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if alone else tensor.clone()
 
 
-def _complete(
-    transaction: FolderTransaction,
-    report: Report,
-    first: Callable[[], None] | None,
-    jobs: Mapping[str, Callable[[], Any]],
-    described: Described | None,
-    keep: int | None,
-    together: bool,
-    exchange: Exchange,
-) -> None:
-    """Write this rank's files, and commit with all ranks.
-
-    Args:
-        together: whether some rank has a ``first``: then none calls its own unless all can.
-    """
-    goes_on = report.failure is None
-    if together:
-        failures = exchange.gather(report.failure)
-        goes_on = exchange.broadcast(failures is not None and not any(failures))
-    try:
-        if goes_on and first is not None:
-            first()
-        for name, make in jobs.items() if goes_on else ():
-            report.files[name] = write_recorded(make(), transaction.writing / name)
-    except Exception as error:  # report any error, because the other ranks wait for the outcome
-        report.failure = words_of(error)
-    reports = exchange.gather(report.to_json())
-    verdict = None if reports is None else _verdict(transaction, described, reports)
-    transaction.commit(exchange, verdict, keep)
-
-
 def _verdict(transaction: FolderTransaction, described: Described | None, reports: list[Any]) -> SaveVerdict:
     """Return the manifest's text, or an error; never raise, since the other ranks wait for it."""
     try:
@@ -412,77 +445,3 @@ def _verdict(transaction: FolderTransaction, described: Described | None, report
     except Exception as error:
         broken = [(0, host_name(), words_of(error))]
     return SaveVerdict(None, not_saved(transaction.final, broken))
-
-
-def describe(
-    session: Session,
-    tag: str,
-    model: DistributedModel,
-    optimizer: DistributedOptimizer | None,
-    *,
-    has_content: bool = True,
-) -> Described:
-    """Return the values of the manifest that do not depend on the files that ranks have written."""
-    topology = {
-        "world_size": session.ranks.control.size,
-        "pipeline": session.ranks.size(Group.PP),
-        "tensor": session.ranks.size(Group.TP),
-        "sharded": session.ranks.cfg.sharded_data_parallel_degree,
-        "shard_optimizer_state": session.ranks.cfg.shard_optimizer_state,
-        "placement": session.ranks.topology.placement,
-    }
-    precision = "fp16" if session.ranks.cfg.fp16 else "bf16" if session.ranks.cfg.bf16 else "fp32"
-    entries = updated_parameters(model, optimizer) if optimizer is not None else []
-    return Described(
-        tag,
-        topology,
-        precision,
-        optimizer_record(optimizer, entries) if optimizer is not None else None,
-        translation_names(session.module_manager.translate_functions),
-        list(model.module.state_dict(keep_vars=True)),
-        session.progress.step,
-        has_content,
-    )
-
-
-def merge(described: Described, reports: list[Report], save: str) -> Manifest:
-    """Merge the reports of all ranks into one manifest; the first of several copies of a file counts.
-
-    Args:
-        save: an id, the same on every host and different for every save.
-    """
-    manifest = Manifest(
-        described.tag,
-        time.time(),
-        __version__,
-        described.topology,
-        described.precision,
-        optimizer=described.optimizer,
-        translations=described.translations,
-        save=save,
-        steps=described.steps,
-        has_content=described.has_content,
-    )
-    for report in reports:
-        for name, record in report.files.items():
-            former = manifest.files.setdefault(name, record)
-            if record.checksum not in former.checksums:
-                manifest.files[name] = replace(former, copies=(*former.copies, record.checksum))
-        for file, pieces in report.pieces.items():
-            manifest.pieces.setdefault(file, pieces)
-        manifest.parameters.update(report.parameters)
-        manifest.buffers.update(report.buffers)
-    for records in (manifest.parameters, manifest.buffers):
-        ordered = {name: records[name] for name in described.order if name in records}
-        rest = {name: record for name, record in records.items() if name not in ordered}
-        records.clear()
-        records.update({**ordered, **rest})
-    if manifest.optimizer is not None:
-        keys = {
-            key
-            for found in manifest.pieces.values()
-            for key, pieces in found.items()
-            if any(not piece.whole_object for piece in pieces.values())
-        }
-        manifest.optimizer.states = sorted(keys - {"module", "master"})
-    return manifest

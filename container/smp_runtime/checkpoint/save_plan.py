@@ -14,6 +14,7 @@ import torch
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
 from smp_runtime.checkpoint.live_state import (
+    LiveNames,
     Updated,
     live_buffers,
     live_extras,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 PARTIAL_KEY = "_smp_is_partial"
+#: In files, and in the names that ``keep`` is called with: parts of sharded parameters.
+SHARDS = "shards"
 #: Makes of a live tensor the one that is written, which may get its elements when all files are built. The name is unique in the
 #: rank's files.
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
@@ -173,21 +176,21 @@ def contents_of(
     """
     made = SavePlan()
     entries = updated_parameters(model, optimizer) if optimizer is not None else []
-    parts = state_parts(session, model)
+    parts, names = state_parts(session, model), LiveNames(model)
     flat = FlatGroups()
     if model.shards is not None and entries and not as_held and (share.has_copies or share.rdp < parts):
         flat, made.first = flat_groups(session, model, entries, share, apart)
     if share.rdp == 0 and share.leads_tensors:
-        _describe(made, model, session.ranks.rank_in(Group.PP))
-    _module_file(made, model, share)
+        _describe(made, model, names, session.ranks.rank_in(Group.PP))
+    _module_file(made, model, names, share)
     if share.is_elsewhere(1):
         made.elsewhere |= set(made.files)
     if share.writes(parts):
         whole = set(made.files)
-        _shard_file(made, model, share, parts, flat)
+        _shard_file(made, model, names, share, parts, flat)
         _master_file(made, session, model, optimizer, share, parts, flat)
         if optimizer is not None:
-            _optimizer_file(made, model, optimizer, entries, share, parts, flat)
+            _optimizer_file(made, model, names, optimizer, entries, share, parts, flat)
         if share.is_elsewhere(parts):
             made.elsewhere |= made.files.keys() - whole
     return made
@@ -209,8 +212,8 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe(made: SavePlan, model: DistributedModel, stage: int) -> None:
-    for record in local_records(model):
+def _describe(made: SavePlan, model: DistributedModel, names: LiveNames, stage: int) -> None:
+    for record in names.records:
         made.parameters[record.name] = TensorRecord(
             tuple(record.shape),
             _dtype(record.parameter),
@@ -219,7 +222,7 @@ def _describe(made: SavePlan, model: DistributedModel, stage: int) -> None:
             record.placement.tensor_axis,
             record.parameter.requires_grad,
         )
-    for holding in live_buffers(model):
+    for holding in live_buffers(model, names):
         made.buffers[holding.name] = TensorRecord(
             holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
         )
@@ -236,22 +239,22 @@ def _piece(region: TensorRegion) -> Piece:
     )
 
 
-def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> None:
+def _module_file(made: SavePlan, model: DistributedModel, live: LiveNames, share: WriteShare) -> None:
     """Add ``model_*.pt``: everything that is the same on replicas, under all of its names, in the order of the model."""
     if not share.writes(1):
         return
     file = f"model_{share.suffix(1)}.pt"
     sharded = model.shards.parameters if model.shards is not None else set()
-    names = {record.name: record.names for record in local_records(model)}
-    whole = [h for h in live_weights(model) if h.record is not None and h.record.parameter not in sharded]
+    names = {record.name: record.names for record in live.records}
+    whole = [h for h in live_weights(model, live) if h.record is not None and h.record.parameter not in sharded]
     held = [h for h in whole if h.is_split or share.leads_tensors]
-    others = list(live_buffers(model)) if share.leads_tensors else []
+    others = list(live_buffers(model, live)) if share.leads_tensors else []
     own = list(live_extras(model)) if share.leads_tensors else []
     for holding in (*held, *others):
         made.note(file, MODULE, holding.name, _piece(holding.region))
     for name, _ in own:
         made.note(file, EXTRA, name, Piece(whole_object=True))
-    empty = {record.names: record.parameter for record in local_records(model) if record.parameter in sharded}
+    empty = {record.names: record.parameter for record in live.records if record.parameter in sharded}
 
     def build(keep: Keep) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -266,19 +269,21 @@ def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> 
             found[holding.name] = keep(f"{MODULE}/{holding.name}", holding.tensor)
         for name, module in own:
             found[name] = _kept(keep, f"{EXTRA}/{name}", module.get_extra_state())
-        order = [name for name in model.module.state_dict(keep_vars=True) if name in found]
+        order = [name for name in live.saved if name in found]
         return {"module": {name: found[name] for name in order}, PARTIAL_KEY: True}
 
     made.files[file] = build
 
 
-def _shard_file(made: SavePlan, model: DistributedModel, share: WriteShare, parts: int, flat: FlatGroups) -> None:
+def _shard_file(
+    made: SavePlan, model: DistributedModel, names: LiveNames, share: WriteShare, parts: int, flat: FlatGroups
+) -> None:
     """Add ``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
     if model.shards is None:
         return
     held = [
         h
-        for h in live_weights(model)
+        for h in live_weights(model, names)
         if h.record is not None
         and h.record.parameter in model.shards.parameters
         and (h.is_split or share.leads_tensors)
@@ -291,7 +296,7 @@ def _shard_file(made: SavePlan, model: DistributedModel, share: WriteShare, part
         made.note(file, MODULE, holding.name, _piece(holding.region))
 
     def build(keep: Keep) -> dict[str, Any]:
-        return {"shards": {h.name: keep(f"shards/{h.name}", h.tensor) for h in held}, PARTIAL_KEY: True}
+        return {SHARDS: {h.name: keep(f"{SHARDS}/{h.name}", h.tensor) for h in held}, PARTIAL_KEY: True}
 
     made.files[file] = build
 
@@ -325,7 +330,8 @@ def _master_file(
         made.note(file, MASTER, holding.name, _piece(holding.region))
 
     def build(keep: Keep) -> dict[str, Any]:
-        found: dict[str, Any] = {"masters": {h.name: keep(f"{MASTER}/{h.name}", h.tensor) for h in held}}
+        masters = {h.name: keep(f"{MASTER}/{h.name}", h.tensor if h.counted is None else h.counted) for h in held}
+        found: dict[str, Any] = {"masters": masters}
         return found if scaler is None else {**found, "loss_scaler": scaler.state_dict()}
 
     made.files[file] = build
@@ -334,6 +340,7 @@ def _master_file(
 def _optimizer_file(
     made: SavePlan,
     model: DistributedModel,
+    live: LiveNames,
     optimizer: DistributedOptimizer,
     entries: Sequence[Updated],
     share: WriteShare,
@@ -343,7 +350,7 @@ def _optimizer_file(
     """Add ``optimizer_*.pt``: the state of this rank's updated parameters by global name, and the groups' settings."""
     file = f"optimizer_{share.suffix(parts)}.pt"
     sharded = model.shards.parameters if model.shards is not None else None
-    local, shared_out = _local(model), model.optimizer_shards or {}
+    local, shared_out = {record.parameter for record in live.records}, model.optimizer_shards or {}
     state: dict[str, dict[str, Any]] = {}
     for entry in entries:
         split = entry.record.placement.tensor_axis is not None

@@ -23,6 +23,7 @@ from smp_runtime.optim.whole_state import (
     whole_values,
 )
 from smp_runtime.parameters.registry import part_of
+from smp_runtime.tensors.host_memory.snapshot import wait_for_copies
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -234,6 +235,7 @@ class SavedOptimizer(torch.optim.Optimizer):
             master = states["masters"].get(record.name)
             if master is None:
                 continue
+            wait_for_copies()
             shard.optimized.copy_(shard.part_of(part_of(record, master)))
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smp_runtime.parameters.watched_values import note_values
+from smp_runtime.tensors.host_memory.snapshot import wait_for_copies
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
 
 
@@ -67,18 +68,21 @@ class OptimizerShard:
     def take(self, whole: torch.Tensor) -> None:
         """Take this part of a tensor of the parameter's shape, if the optimizer shard has storage of its own."""
         if whole.shape == self.parameter.shape and self.is_apart:
+            wait_for_copies()
             self.optimized.copy_(self.part_of(whole))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the model's values, after a checkpoint was loaded into it."""
         if self.is_apart:
+            wait_for_copies()
             self.optimized.copy_(self.stored)
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Take a script's writes into the model: elements that differ from ``optimized``, rounded as the model is."""
         if self.is_apart:
+            wait_for_copies()
             rounded = self.optimized.to(self.stored.dtype)
             self.optimized.copy_(torch.where(self.stored == rounded, self.optimized, self.stored))
             note_values(self.optimized)
@@ -87,15 +91,13 @@ class OptimizerShard:
 @torch.no_grad()
 def store_all(shards: Iterable[OptimizerShard]) -> None:
     """Write updated values into the model, by one operation."""
-    stored: list[torch.Tensor] = []
-    optimized: list[torch.Tensor] = []
-    for shard in shards:
-        if shard.is_apart:
-            stored.append(shard.stored)
-            optimized.append(shard.optimized)
-    # PyTorch refuses empty lists.
-    if stored:
-        torch._foreach_copy_(stored, optimized)
+    apart = [shard for shard in shards if shard.is_apart]
+    if not apart:
+        return
+    wait_for_copies()
+    stored = [shard.stored for shard in apart]
+    optimized: list[torch.Tensor] = [shard.optimized for shard in apart]
+    torch._foreach_copy_(stored, optimized)
 
 
 def whole_shard(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from smp_runtime.tensors.host_memory.snapshot import wait_for_copies
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_data, set_gradient
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
@@ -61,6 +62,7 @@ class WatchedValues:
     def read_data(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return ``parameter.data``, through which the script may write."""
         self._is_touched = True
+        wait_for_copies()
         return get_data(parameter)
 
     def gathered_with(self, parameter: nn.Parameter) -> None:

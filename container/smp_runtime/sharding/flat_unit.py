@@ -13,6 +13,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.detached_parameters import show_attached, show_detached
+from smp_runtime.tensors.host_memory.snapshot import wait_for_copies
 from smp_runtime.tensors.parameter_attributes import get_data, set_data
 from smp_runtime.tensors.torch_private import storage_key
 
@@ -107,6 +108,7 @@ class FlatUnit:
         """Keep this rank's part of one parameter's whole value."""
         fragment = self.fragments[index]
         if fragment is not None:
+            wait_for_copies()
             part = value.detach().reshape(-1)[fragment.start : fragment.stop]
             self.shard[fragment.offset : fragment.offset + part.numel()].copy_(part)
 
@@ -385,6 +387,7 @@ class ShardedUnit(FlatUnit):
         """Copy this rank's shard from the whole, after a write into the parameters."""
         if self._is_repeating and not torch.equal(self.shard, self._part):
             self._has_other_values = True
+        wait_for_copies()
         self.shard.copy_(self._part)
 
     def note_values(self) -> None:

@@ -32,7 +32,7 @@ from smp_runtime.checkpoint.memory.host_folder import (
     stand_ins,
     with_tensors,
 )
-from smp_runtime.checkpoint.save_partial import Described, Report, merge
+from smp_runtime.checkpoint.saving.save_report import Described, Report, merge
 from smp_runtime.comm.control import host_name, timeout_seconds
 
 if TYPE_CHECKING:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from smp_config.limits import timeout_seconds
+from smp_runtime.errors import DeadlineError
 from smp_runtime.tensors.host_memory.pinned_memory import map_memory, view_memory
 from smp_runtime.tensors.host_memory.staging import StagingMemory, lay_out
 
@@ -37,36 +40,36 @@ class StagingArena:
         """Return the number of pinned bytes."""
         return self._staging.pinned_bytes
 
-    def make_room(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the memory of the copies of tensors, each a tensor with a storage of its own; enlarge the arena if needed."""
+    def make_room(self, tensors: list[torch.Tensor]) -> list[int]:
+        """Return the places of the copies of tensors in the arena, which is enlarged if needed."""
         offsets, size = lay_out(tensors)
         if size > self.bytes:
             self.close()
             self._mapped, self._staging = self._map(size)
             self.bytes = size
-        return [
-            view_memory(self._mapped, offset, tensor.shape, tensor.dtype)
-            for tensor, offset in zip(tensors, offsets, strict=True)
-        ]
+        return offsets
+
+    def give(self, copies: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
+        """Let each tensor lie at its place; it has a storage of its own there."""
+        for copied, offset in zip(copies, offsets, strict=True):
+            copied.set_(view_memory(self._mapped, offset, copied.shape, copied.dtype))  # type: ignore[call-overload]
 
     def _map(self, size: int) -> tuple[mmap.mmap, StagingMemory]:
         mapped = map_memory(size, for_gpu=self._device.type == "cuda")
         return mapped, StagingMemory(view_memory(mapped, 0, (size,), torch.uint8), self._device)
 
-    def copy_some(self, tensors: list[torch.Tensor], among: list[torch.Tensor], first: int) -> None:
-        """Copy tensors to their memory; the copies are complete when the current stream is.
-
-        Args:
-            among: all tensors that :meth:`make_room` was called with.
-            first: the index of ``tensors[0]`` among them; the others follow it.
-        """
-        self._staging.copy(tensors, lay_out(among)[0][first : first + len(tensors)])
+    def copy_some(self, tensors: list[torch.Tensor], offsets: Sequence[int]) -> None:
+        """Copy tensors to their places, which follow each other; the copies are complete when the current stream is."""
+        self._staging.copy(tensors, offsets)
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors, complete when the current stream is; they replace those of the call before."""
-        copies = self.make_room(tensors)
-        self._staging.copy(tensors, lay_out(tensors)[0])
-        return copies
+        offsets = self.make_room(tensors)
+        self._staging.copy(tensors, offsets)
+        views = (
+            view_memory(self._mapped, at, each.shape, each.dtype) for each, at in zip(tensors, offsets, strict=True)
+        )
+        return list(views)
 
     def pin_later(self) -> None:
         """Start to pin the memory on a thread, if it is not pinned."""
@@ -106,17 +109,38 @@ class ChangedWhileCopiedError(RuntimeError):
     """An error: a tensor was changed before its copy was complete, so the copy is of no moment."""
 
 
+#: Snapshots of this process whose later copies are not complete.
+_pending: set[TensorSnapshot] = set()
+
+
+def wait_for_copies() -> None:
+    """Block until no snapshot of this process has copies to make; call it before writing into what no script holds.
+
+    Raises:
+        DeadlineError: it took longer than ``SMP_TIMEOUT_SECONDS``.
+    """
+    for snapshot in tuple(_pending):
+        seconds = timeout_seconds(os.environ)
+        if not snapshot.wait(seconds):
+            raise DeadlineError(
+                f"the optimizer's state is not copied for the checkpoint after {seconds:.0f} s; look at the machine's memory, or "
+                "raise SMP_TIMEOUT_SECONDS"
+            )
+
+
 class TensorSnapshot:
     """Tensors of one moment, in one arena: their sizes must be known before it can take them.
 
-    Some are copied at once. Those that only the optimizer's update changes are copied by a thread, and the update waits for it.
+    Some are copied at once. Those that no script holds are copied by a thread, and whoever changes them waits for it by
+    :func:`wait_for_copies`.
     """
 
     def __init__(self) -> None:
         self._now, self._later = _CopiedTogether(), _CopiedTogether()
         #: How often each tensor that is copied later had been changed in place.
         self._versions: list[int] = []
-        self._has_room = False
+        #: Of those that are copied later; None as long as there is no room.
+        self._places: list[int] | None = None
         self._is_copied = threading.Event()
 
     def keep(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +148,10 @@ class TensorSnapshot:
         return self._now.add(tensor)
 
     def keep_until_update(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that will be the copy. It has its shape now, and its elements after :meth:`copy_rest`."""
+        """Return the tensor that will be the copy. It has its shape now, and its elements after :meth:`copy_rest`.
+
+        Its counter of changes must show all writes that do not wait for the copy.
+        """
         if tensor.is_inference():  # it counts no changes
             return self._now.add(tensor)
         self._versions.append(tensor._version)
@@ -134,12 +161,13 @@ class TensorSnapshot:
     def copy_to(self, arena: StagingArena) -> None:
         """Copy what must be copied at once; the copies are complete when the current stream is."""
         # Those of one time lie together: a copy through chunks writes the gaps between its tensors as well.
-        everything = [*self._now.sources, *self._later.sources]
-        room = arena.make_room(everything)
-        for copied, memory in zip([*self._now.copies, *self._later.copies], room, strict=True):
-            copied.set_(memory)  # type: ignore[call-overload]
-        self._has_room = True
-        arena.copy_some(self._now.sources, everything, 0)
+        offsets = arena.make_room([*self._now.sources, *self._later.sources])
+        count = len(self._now.sources)
+        arena.give(self._now.copies, offsets[:count])
+        self._places = offsets[count:]
+        if self._later.sources:
+            _pending.add(self)
+        arena.copy_some(self._now.sources, offsets[:count])
 
     @torch.no_grad()
     def copy_rest(self, arena: StagingArena) -> None:
@@ -150,12 +178,12 @@ class TensorSnapshot:
         Raises:
             ChangedWhileCopiedError: something has changed one meanwhile.
         """
-        later, first = self._later, len(self._now.sources)
+        later = self._later
         try:
-            everything = [*self._now.sources, *later.sources]
-            if self._has_room:
+            if self._places is not None:
+                arena.give(later.copies, self._places)
                 with _own_stream(later.sources):
-                    arena.copy_some(later.sources, everything, first)
+                    arena.copy_some(later.sources, self._places)
             versions = zip(later.sources, self._versions, strict=True)
             changed = [tensor for tensor, version in versions if tensor._version != version]
             if changed:
@@ -167,6 +195,7 @@ class TensorSnapshot:
                 )
         finally:
             self._now, self._later = _CopiedTogether(), _CopiedTogether()
+            _pending.discard(self)
             self._is_copied.set()
 
     def wait(self, seconds: float) -> bool:

@@ -1,0 +1,1 @@
+"""What a save is made of: the reports of ranks, and what stays the same from save to save."""
