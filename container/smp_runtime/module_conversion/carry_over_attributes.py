@@ -208,6 +208,18 @@ def _holds_weights(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value))
 
 
+def translated_places(state: Mapping[str, Any], to_ours: Translate | None) -> Mapping[str, Any]:
+    """Return a state without values by the names of a distributed module.
+
+    Args:
+        to_ours: how parameters are renamed and laid out; None if they keep their names.
+    """
+    if to_ours is None:
+        return state
+    with torch.no_grad(), _NothingIsEqual():
+        return to_ours(state)
+
+
 def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate | None) -> Iterator[str]:
     parameters = dict(original.named_parameters())
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -221,9 +233,7 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
         name: torch.empty(parameter.shape, device="meta", dtype=_FROZEN if name in frozen else torch.float32)
         for name, parameter in parameters.items()
     }
-    if to_ours is not None:
-        with _NothingIsEqual():
-            state = to_ours(state)
+    state = translated_places(state, to_ours)
     ours = [name for name, value in state.items() if value.dtype is _FROZEN]
     lost = [repr(name) for name in ours if name not in found]
     for name in ours:

@@ -29,6 +29,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
         if entry is not None and not entry.prescaled:  # ordinary layers in it see the batch of the whole group
             for seen in part.parameters():
                 registry.record_of(seen).reduction = Group.RDP
+    _note_origins(module, registry)
     for part in distributed_modules(module):
         for name, parameter in part._parameters.items():
             if parameter is None:
@@ -42,6 +43,18 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
                 record.placement = replace(
                     record.placement, tensor_axis=where.dim, tensor_slice=where.bounds, tensor_longest=where.size
                 )
+
+
+def _note_origins(module: nn.Module, registry: ParameterRegistry) -> None:
+    """Record what matrices were in the modules that were replaced."""
+    for prefix, part in module.named_modules():
+        if not isinstance(part, DistributedModule) or not part.matrix_origins:
+            continue
+        parameters = dict(part.named_parameters(remove_duplicate=False))
+        for name in parameters.keys() & part.matrix_origins.keys():
+            origin = part.matrix_origins[name]
+            there = replace(origin, name=f"{prefix}.{origin.name}".lstrip(".")) if origin.name else origin
+            registry.record_of(parameters[name]).origin = there
 
 
 def watch_batches(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from smp_runtime.module_conversion.in_place.blocks import parameter_uses
 from smp_runtime.module_conversion.in_place.capture import used_by_others
 from smp_runtime.module_conversion.in_place.planning import plan_splits
 from smp_runtime.module_conversion.in_place.vocabulary import vocabulary_ties
+from smp_runtime.module_conversion.matrix_origins import find_origins
 from smp_runtime.module_conversion.parameter_layout import slices_by_name
 from smp_runtime.module_conversion.registration import was_noted
 from smp_runtime.module_conversion.scopes import mark_of
@@ -175,6 +176,8 @@ def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup)
     inherit(original, made, how.to_ours, candidate.title, warns=group.rank == 0)
     hand_on_stage(original, made)
     made.replaced_class = type(original).__name__  # type: ignore[assignment]
+    if isinstance(made, DistributedModule):
+        made.matrix_origins = find_origins(original, made, how.to_ours)
     return made
 
 

@@ -16,7 +16,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.whole_weights import is_read_in_forward, whole_weight
-from smp_runtime.parameters.registry import TensorSlice
+from smp_runtime.parameters.registry import MatrixOrigin, TensorSlice
 from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
@@ -86,6 +86,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         tensor_group: the ranks that share it.
         tensor_slices: which part of the whole parameter this rank has, by the parameter's own name.
         reductions: over which group a parameter's gradient is averaged, by its own name.
+        matrix_origins: in a module that has replaced another, by name inside it, what its matrices were there, if not the same.
 
     Example:
         >>> class Scale(smp.nn.DistributedModule):  # each rank multiplies its part of the channels
@@ -102,6 +103,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         RandomTracker.prepare(self.tensor_group)
         self.tensor_slices: dict[str, TensorSlice] = {}
         self.reductions: dict[str, Group] = {}
+        self.matrix_origins: dict[str, MatrixOrigin] = {}
         self._dtype = torch.float16 if sessions.current_session().ranks.cfg.fp16_params else _creation.dtype
 
     def add_split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,26 @@ class ParameterPlacement:
     shard: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class MatrixOrigin:
+    """The place of a parameter in a matrix of the module that tensor parallelism has replaced.
+
+    Attributes:
+        name: of the replaced module's parameter; empty if it is unknown what the parameter was.
+        shape: of that matrix, as the replaced module has it.
+        transposed: whether rows of the parameter are columns of that matrix.
+        start: of the parameter, row and column, in that matrix or, if ``transposed``, in its transpose.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    transposed: bool = False
+    start: tuple[int, int] = (0, 0)
+
+
+UNKNOWN_ORIGIN = MatrixOrigin("", (0, 0))
+
+
 @dataclass
 class ParameterRecord:
     """One parameter (not one name: tied names share a record).
@@ -46,6 +67,8 @@ class ParameterRecord:
         placement: where its elements are.
         reduction: the group over which its gradient is averaged: all ranks of a stage, or, for parameters that see the
             batch of a whole tensor parallel group, those with the same tensor coordinate.
+        origin: if it replaces one of other shape, or a part of one.
+        model: a number that the records of one model share on this rank; on other ranks it may be another.
     """
 
     name: str
@@ -54,6 +77,8 @@ class ParameterRecord:
     parameter: nn.Parameter
     placement: ParameterPlacement = ParameterPlacement()
     reduction: Group = Group.DP
+    origin: MatrixOrigin | None = None
+    model: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,14 +89,17 @@ class ParameterRecord:
 class ParameterRegistry:
     """All parameters of a module, each once."""
 
+    _numbers = itertools.count()
+
     def __init__(self, module: nn.Module) -> None:
+        number = next(self._numbers)
         names: dict[int, list[str]] = {}
         parameters: dict[int, nn.Parameter] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             parameters[id(parameter)] = parameter
         self._records = [
-            ParameterRecord(found[0], tuple(parameters[key].shape), tuple(found[1:]), parameters[key])
+            ParameterRecord(found[0], tuple(parameters[key].shape), tuple(found[1:]), parameters[key], model=number)
             for key, found in names.items()
         ]
         self._by_parameter = {id(record.parameter): record for record in self._records}

@@ -27,7 +27,8 @@ def whole_matrices(
     Args:
         groups: a method of the wrapped optimizer that returns its parameters by group. It is not held.
     """
-    if session.ranks.size(Group.TP) == 1 and model.sharded_state is None:
+    is_joined = any(record.origin is not None for record in model.registry)
+    if session.ranks.size(Group.TP) == 1 and model.sharded_state is None and not is_joined:
         return None
     weak = weakref.WeakMethod(groups)  # the inner optimizer keeps the result
 

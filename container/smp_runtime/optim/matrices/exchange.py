@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from smp_config import Group
 from smp_runtime.comm.flag_all_reduce import FlagAllReduce
+from smp_runtime.optim.matrices.joins import joins_and_rates, name_in
 from smp_runtime.optim.matrices.other_ranks import infer_holdings
-from smp_runtime.optim.matrices.ownership import MatrixHolding, SharedMatrix, in_rounds, is_complete, share_out
-from smp_runtime.optim.matrices.regions import Region, regions_of
+from smp_runtime.optim.matrices.ownership import MatrixHolding, Part, SharedMatrix, in_rounds, is_complete, share_out
+from smp_runtime.optim.matrices.regions import Join, Region, regions_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.trained import TrainedModel
     from smp_runtime.optim.whole_state import Records
+    from smp_runtime.parameters.registry import ParameterRecord
 
 #: A parameter group.
 Settings = dict[str, Any]
@@ -37,6 +39,10 @@ class Matrices:
         shape: of the whole parameter.
         regions: the elements of each matrix in ``updated``.
         is_split: whether tensor parallelism cuts it.
+        join: if it is a part of a matrix that has other parameters too.
+        rated: shape of each matrix in the module that tensor parallelism has replaced, for which its rate is; None if it is that
+            of the parameter.
+        record: None for a parameter of no wrapped model.
     """
 
     name: str
@@ -45,6 +51,9 @@ class Matrices:
     shape: tuple[int, ...]
     regions: Sequence[Region]
     is_split: bool = False
+    join: Join | None = None
+    rated: tuple[int, int] | None = None
+    record: ParameterRecord | None = None
 
     def part_of(self, tensor: torch.Tensor, region: Region) -> torch.Tensor:
         """Return a region's elements of a tensor shaped like ``updated``, as a view: a matrix if it is whole."""
@@ -128,7 +137,9 @@ class WholeMatrices:
         self._model = model
         self._records = records
         self._groups = groups
-        #: The matrices of several ranks, and what of each rank has of them, for the parameters that they were planned for.
+        #: What was logged already; None where another rank logs.
+        self._said: set[str] | None = set() if ranks.rank_in(Group.DP) == 0 else None
+        #: The matrices of several ranks or parameters, and their parts, for the parameters that they were planned for.
         self._planned: tuple[tuple[Any, ...], list[list[SharedMatrix]]] | None = None
 
     def of(self, groups: Sequence[Settings], is_taken: Callable[[Settings], bool]) -> list[Matrices]:
@@ -141,21 +152,27 @@ class WholeMatrices:
         shards = (self._model.optimizer_shards or {}) if self._model is not None else {}
         records = self._records()
         found: list[Matrices] = []
+        models: dict[int, int] = {}  # numbered in the order of the groups, which all ranks have
         for settings, originals in zip(groups, self._groups(), strict=True):
-            for parameter in originals if is_taken(settings) else ():
+            if not is_taken(settings):
+                continue
+            known = [records[each] for each in originals if each in records]
+            for each in known:
+                models.setdefault(each.model, len(models))
+            joins, rated = joins_and_rates(known, models, self._said)
+            for parameter in originals:
                 record, shard = records.get(parameter), shards.get(parameter)
                 if record is None:
                     found.append(_unknown(settings, parameter, len(found)))
                     continue
-                place = record.placement
-                is_split = place.tensor_axis is not None
-                if parameter in shards and shard is None:  # another rank's
-                    found.append(Matrices(record.name, settings, None, record.shape, (), is_split))
-                    continue
-                start, stop = (0, math.prod(record.shape)) if shard is None else (shard.start, shard.stop)
-                regions = regions_of(record.shape, place.tensor_axis, place.tensor_slice, start, stop)
-                updated = parameter if shard is None else shard.optimized
-                found.append(Matrices(record.name, settings, updated, record.shape, regions, is_split))
+                place, name = record.placement, name_in(record.name, models[record.model])
+                is_split, join = place.tensor_axis is not None, joins.get(parameter)
+                here = Matrices(name, settings, None, record.shape, (), is_split, join, rated.get(parameter), record)
+                if parameter not in shards or shard is not None:  # else it is another rank's
+                    start, stop = (0, math.prod(record.shape)) if shard is None else (shard.start, shard.stop)
+                    regions = regions_of(record.shape, place.tensor_axis, place.tensor_slice, start, stop, join)
+                    here = replace(here, updated=parameter if shard is None else shard.optimized, regions=regions)
+                found.append(here)
         return found
 
     @torch.no_grad()
@@ -169,10 +186,20 @@ class WholeMatrices:
         rounds = self._rounds(update, matrices)
         used = self._used(rounds, by_name)
         for each in matrices:
-            if each.updated is not None and each.updated.grad is not None:
+            if _has_gradient(each):
                 update_here(update, each)
         for shared in rounds:
-            self._round(update, [each for each in shared if each.key[0] in used], by_name)
+            self._update_joined(update, shared, by_name)
+            self._round(update, [each for each in shared if each.parameters in used], by_name)
+
+    def _update_joined(
+        self, update: MatrixUpdate, shared: Sequence[SharedMatrix], by_name: Mapping[str, Matrices]
+    ) -> None:
+        """Update the matrices of several parameters that this rank has whole."""
+        for each in shared:
+            is_mine = each.is_on_one_rank and each.owner == self._ranks.rank
+            if is_mine and any(_has_gradient(by_name[name]) for name in each.parameters):
+                self._answer(update, each, by_name, ())
 
     def _rounds(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> list[list[SharedMatrix]]:
         """Return the matrices of several ranks, by round; a first call, and one after a change, talks to the other ranks."""
@@ -185,6 +212,7 @@ class WholeMatrices:
             sharers=(ranks.rank,) if state is None else tuple(ranks.members(state.sharing)),
             tensor=tuple(ranks.members(Group.TP)),
             regions={each.name: tuple(each.regions) for each in matrices if each.regions},
+            joined={each.name: each.join.name for each in matrices if each.join is not None},
             split=frozenset(each.name for each in matrices if each.is_split),
             widths={each.name: update.wire_dtype(each).itemsize for each in matrices if each.regions},
         )
@@ -192,26 +220,24 @@ class WholeMatrices:
         everyone = ranks.control.allgather(mine, members) if len(members) > 1 else [mine]
         holdings = dict(zip(members, everyone, strict=True))
         if not is_complete(holdings):  # in a rehearsal, where one rank stands for all
-            names = {each.name for each in matrices}
-            known = [record for record in self._records().values() if record.name in names]
-            holdings = infer_holdings(ranks, mine, known, state)
+            known = {each.name: each.record for each in matrices if each.record is not None}
+            holdings = infer_holdings(ranks, mine, known, {each.name: each.join for each in matrices}, state)
         rounds = in_rounds(share_out(holdings))
         self._planned = planned_for, rounds
         return rounds
 
-    def _used(self, rounds: Sequence[Sequence[SharedMatrix]], by_name: Mapping[str, Matrices]) -> set[str]:
-        """Return the parameters among those of several ranks of which any rank has a gradient."""
-        names = sorted({shared.key[0] for each in rounds for shared in each})
-        if not names:
+    def _used(self, rounds: Sequence[Sequence[SharedMatrix]], by_name: Mapping[str, Matrices]) -> set[tuple[str, ...]]:
+        """Return the parameters of matrices among those of several ranks of which any rank has a gradient."""
+        several = sorted({shared.parameters for each in rounds for shared in each if not shared.is_on_one_rank})
+        if not several:
             return set()
-        flags = torch.zeros(len(names), dtype=torch.int64, device="cpu")
-        for at, name in enumerate(names):
-            here = by_name.get(name)
-            flags[at] = int(here is not None and here.updated is not None and here.updated.grad is not None)
+        flags = torch.zeros(len(several), dtype=torch.int64, device="cpu")
+        for at, names in enumerate(several):
+            flags[at] = int(any(name in by_name and _has_gradient(by_name[name]) for name in names))
         ranks = self._ranks
         group, size = ranks.groups.group(Group.DP), ranks.size(Group.DP)
         sums = FlagAllReduce(flags, ranks.device, ranks.collectives, group, size).finish()
-        return {name for name, count in zip(names, sums.tolist(), strict=True) if count}
+        return {names for names, count in zip(several, sums.tolist(), strict=True) if count}
 
     def _round(self, update: MatrixUpdate, shared: Sequence[SharedMatrix], by_name: Mapping[str, Matrices]) -> None:
         """Exchange directions and updates of some matrices; all ranks of the stage call this."""
@@ -219,46 +245,53 @@ class WholeMatrices:
             return
         me, members = self._ranks.rank, self._ranks.members(Group.DP)
         # Both ends of a message go through the same list.
-        leaving = _Mail(members, [(each.owner, each, me) for each in shared if me in each.parts and me != each.owner])
+        leaving = _Mail(
+            members,
+            [(each.owner, each, (me, name)) for each in shared if me != each.owner for name in each.of_rank(me)],
+        )
         arriving = _Mail(
-            members, [(rank, each, rank) for each in shared if me == each.owner for rank in each.parts if rank != me]
+            members,
+            [(part[0], each, part) for each in shared if me == each.owner for part in each.parts if part[0] != me],
         )
         mine = leaving.buffer(self._ranks.device)
-        for each, part in leaving.parts(mine):
-            matrices = by_name[each.key[0]]
+        for each, (_, name), part in leaving.parts(mine):
+            matrices = by_name[name]
             here = part.view(update.wire_dtype(matrices))
-            here.copy_(update.direction(matrices, each.parts[me]).view(-1))
+            here.copy_(update.direction(matrices, each.parts[me, name]).view(-1))
         theirs = arriving.buffer(self._ranks.device)
         self._exchange(theirs, mine, arriving.sizes, leaving.sizes)
         for each in shared:
             if each.owner == me:
-                self._answer(update, each, by_name[each.key[0]], arriving.parts_of(each, theirs))
+                self._answer(update, each, by_name, arriving.parts_of(each, theirs))
         # Answers are as long as what they answer, and lie where it lay.
         self._exchange(mine, theirs, leaving.sizes, arriving.sizes)
-        for each, part in leaving.parts(mine):
-            matrices = by_name[each.key[0]]
-            update.apply(matrices, each.parts[me], part.view(update.wire_dtype(matrices)))
+        for each, (_, name), part in leaving.parts(mine):
+            matrices = by_name[name]
+            update.apply(matrices, each.parts[me, name], part.view(update.wire_dtype(matrices)))
 
     def _answer(
         self,
         update: MatrixUpdate,
         shared: SharedMatrix,
-        matrices: Matrices,
+        by_name: Mapping[str, Matrices],
         parts: Sequence[tuple[Region, torch.Tensor]],
     ) -> None:
         """Update a matrix; write the others' parts of the update in the place of their directions."""
-        mine, dtype = shared.parts[self._ranks.rank], update.wire_dtype(matrices)
-        whole = torch.empty(mine.shape, dtype=dtype, device=self._ranks.device)
-        here = update.direction(matrices, mine).to(dtype).reshape(-1)
-        mine.put(whole, here)
+        mine = [(by_name[name], region) for name, region in shared.of_rank(self._ranks.rank).items()]
+        first, region = mine[0]
+        dtype = update.wire_dtype(first)
+        whole = torch.empty(region.shape, dtype=dtype, device=self._ranks.device)
+        for matrices, region in mine:
+            region.put(whole, update.direction(matrices, region).to(dtype).reshape(-1))
         for region, part in parts:
             region.put(whole, part.view(dtype))
-        whole = update.transform(matrices, whole)
+        whole = update.transform(first, whole)
         for region, part in parts:
             region.take(whole, part.view(dtype))
-        own = torch.empty_like(here)  # which may be the momentum itself
-        mine.take(whole, own)
-        update.apply(matrices, mine, own)
+        for matrices, region in mine:
+            own = torch.empty(region.elements, dtype=dtype, device=whole.device)
+            region.take(whole, own)
+            update.apply(matrices, region, own)
 
     def _exchange(
         self, received: torch.Tensor, sent: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int]
@@ -272,21 +305,21 @@ class _Mail:
 
     Args:
         members: in the order of the group.
-        parts: a member, a matrix, and the rank whose part of it is sent or comes.
+        parts: a member, a matrix, and the part of it that is sent or comes.
 
     Attributes:
         sizes: bytes by member.
     """
 
-    def __init__(self, members: Sequence[int], parts: Sequence[tuple[int, SharedMatrix, int]]) -> None:
+    def __init__(self, members: Sequence[int], parts: Sequence[tuple[int, SharedMatrix, Part]]) -> None:
         self.sizes: list[int] = []
-        self._places: list[tuple[SharedMatrix, Region, int]] = []
+        self._places: list[tuple[SharedMatrix, Part, Region, int]] = []
         at = 0
         for member in members:
             begin = at
             for peer, shared, holder in parts:
                 if peer == member:
-                    self._places.append((shared, shared.parts[holder], at))
+                    self._places.append((shared, holder, shared.parts[holder], at))
                     at += _aligned(shared.parts[holder].elements * shared.width)
             self.sizes.append(at - begin)
         self._bytes = at
@@ -295,18 +328,23 @@ class _Mail:
         """Return memory for all parts."""
         return torch.empty(self._bytes, dtype=torch.uint8, device=device)
 
-    def parts(self, buffer: torch.Tensor) -> Iterator[tuple[SharedMatrix, torch.Tensor]]:
-        """Yield each part's matrix and its bytes in a buffer."""
-        for shared, region, at in self._places:
-            yield shared, buffer[at : at + region.elements * shared.width]
+    def parts(self, buffer: torch.Tensor) -> Iterator[tuple[SharedMatrix, Part, torch.Tensor]]:
+        """Yield the matrix of each part, the part, and its bytes in a buffer."""
+        for shared, part, region, at in self._places:
+            yield shared, part, buffer[at : at + region.elements * shared.width]
 
     def parts_of(self, wanted: SharedMatrix, buffer: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
         """Return the parts of one matrix, each with its bytes in a buffer."""
         return [
             (region, buffer[at : at + region.elements * shared.width])
-            for shared, region, at in self._places
+            for shared, _, region, at in self._places
             if shared is wanted
         ]
+
+
+def _has_gradient(matrices: Matrices) -> bool:
+    """Return whether this rank has elements of a parameter, and a gradient of them."""
+    return matrices.updated is not None and matrices.updated.grad is not None
 
 
 def _aligned(size: int) -> int:

@@ -102,7 +102,7 @@ class MuonUpdate:
         parameter, group = matrices.updated, matrices.settings
         if parameter is None:
             raise AssertionError(f"this rank has no elements of {matrices.name}")
-        move(group, matrices.part_of(parameter.detach(), region), update, region.shape)
+        move(group, matrices.part_of(parameter.detach(), region), update, matrices.rated or region.shape)
 
     def update_dtensor(self, matrices: Matrices) -> None:
         """Update the matrices of a DTensor, with all ranks of its mesh.

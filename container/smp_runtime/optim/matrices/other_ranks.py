@@ -11,17 +11,21 @@ from smp_runtime.optim.matrices.regions import regions_of
 from smp_runtime.parameters.registry import intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.trained import SharedState
     from smp_runtime.optim.matrices.ownership import MatrixHolding
-    from smp_runtime.optim.matrices.regions import Region
+    from smp_runtime.optim.matrices.regions import Join, Region
     from smp_runtime.parameters.registry import ParameterRecord
 
 
 def infer_holdings(
-    ranks: Ranks, mine: MatrixHolding, records: Iterable[ParameterRecord], state: SharedState | None
+    ranks: Ranks,
+    mine: MatrixHolding,
+    records: Mapping[str, ParameterRecord],
+    joins: Mapping[str, Join | None],
+    state: SharedState | None,
 ) -> dict[int, MatrixHolding]:
     """Return what the ranks of this rank's stage have.
 
@@ -29,20 +33,21 @@ def infer_holdings(
 
     Args:
         mine: what this rank has.
-        records: of the parameters with matrices.
+        records: of the parameters with matrices, by the names that they have there.
+        joins: of those that are parts of matrices.
         state: the sharding of the optimizer state, or None.
     """
-    known = list(records)
     topology, found = ranks.topology, {}
     for rank in ranks.members(Group.DP):
         place = 0 if state is None else topology.rank_in(state.sharing, rank)
         regions: dict[str, Sequence[Region]] = {}
-        for record in known:
+        for name, record in records.items():
             runs = None if state is None else state.runs_of(record.parameter)
             start, stop = (0, math.prod(record.shape)) if runs is None else runs[place]
             here, there = ranks.rank_in(Group.TP), topology.rank_in(Group.TP, rank)
             bounds = _bounds_at(record, here, there)
-            regions[record.name] = regions_of(record.shape, record.placement.tensor_axis, bounds, start, stop)
+            axis = record.placement.tensor_axis
+            regions[name] = regions_of(record.shape, axis, bounds, start, stop, joins.get(name))
         found[rank] = replace(
             mine,
             sharers=(rank,) if state is None else tuple(topology.group_of(state.sharing, rank)),

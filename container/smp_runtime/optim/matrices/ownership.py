@@ -6,7 +6,7 @@ Every rank computes this from the same table of all ranks' regions, so that all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config.limits import MATRIX_ROUND_BYTES
@@ -14,8 +14,10 @@ from smp_config.limits import MATRIX_ROUND_BYTES
 if TYPE_CHECKING:
     from smp_runtime.optim.matrices.regions import Region
 
-#: A matrix: the name of its parameter, and its number there.
+#: A matrix: the name of its parameter, and its number there; of several parameters, its own name and -1.
 Key = tuple[str, int]
+#: A part of a matrix: a rank, and the name of the parameter that has it there.
+Part = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class MatrixHolding:
         regions: by parameter.
         split: names of the parameters that tensor parallelism cuts.
         widths: by parameter, bytes of an element as it is sent.
+        joined: by parameter, the matrix that it is a part of, if it has none of its own.
     """
 
     sharers: tuple[int, ...]
@@ -35,22 +38,37 @@ class MatrixHolding:
     regions: Mapping[str, Sequence[Region]]
     split: frozenset[str]
     widths: Mapping[str, int]
+    joined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """A matrix of which several ranks have parts.
+    """A matrix of which several ranks have parts, or several parameters.
 
     Attributes:
         owner: the rank that updates it.
-        parts: by rank, its elements.
+        parts: its elements.
         width: bytes of an element as it is sent.
     """
 
     key: Key
     owner: int
-    parts: Mapping[int, Region]
+    parts: Mapping[Part, Region]
     width: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters with its elements."""
+        return tuple(sorted({name for _, name in self.parts}))
+
+    @property
+    def is_on_one_rank(self) -> bool:
+        """Return whether its owner has all parts."""
+        return all(rank == self.owner for rank, _ in self.parts)
+
+    def of_rank(self, rank: int) -> dict[str, Region]:
+        """Return the parts of a rank, by parameter."""
+        return {name: region for (holder, name), region in self.parts.items() if holder == rank}
 
     @property
     def bytes(self) -> int:
@@ -60,7 +78,7 @@ class SharedMatrix:
 
 
 def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
-    """Choose the owner of every matrix that no rank has whole.
+    """Choose the owner of every matrix that no rank has whole, in one parameter.
 
     Args:
         holdings: of all ranks of a stage, by rank.
@@ -77,9 +95,13 @@ def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
     for (key, _), parts in sorted(_parts(holdings).items()):
         if _are_lacking(parts):
             raise AssertionError(f"the ranks {sorted(parts)} lack elements of matrix {key[1]} of {key[0]}")
-        owner = min(parts, key=lambda rank: (-parts[rank].elements, loads[rank], rank))
-        loads[owner] += work(parts[owner].shape)
-        shared.append(SharedMatrix(key, owner, parts, widths[key[0]]))
+        elements: dict[int, int] = {}
+        for (rank, _), region in parts.items():
+            elements[rank] = elements.get(rank, 0) + region.elements
+        owner = min(elements, key=lambda rank: (-elements[rank], loads[rank], rank))
+        (_, name), region = next(iter(parts.items()))
+        loads[owner] += work(region.shape)
+        shared.append(SharedMatrix(key, owner, parts, widths[name]))
     return shared
 
 
@@ -88,19 +110,20 @@ def is_complete(holdings: Mapping[int, MatrixHolding]) -> bool:
     return not any(map(_are_lacking, _parts(holdings).values()))
 
 
-def _parts(holdings: Mapping[int, MatrixHolding]) -> dict[tuple[Key, tuple[int, ...]], dict[int, Region]]:
-    """Return the parts by rank, of the matrices that no rank has whole, for the ranks that have them together."""
-    found: dict[tuple[Key, tuple[int, ...]], dict[int, Region]] = {}
+def _parts(holdings: Mapping[int, MatrixHolding]) -> dict[tuple[Key, tuple[int, ...]], dict[Part, Region]]:
+    """Return the parts of the matrices that no rank has whole, for the ranks that have them together."""
+    found: dict[tuple[Key, tuple[int, ...]], dict[Part, Region]] = {}
     for rank, holding in sorted(holdings.items()):
         for name, regions in holding.regions.items():
             members = _members(holdings, rank) if name in holding.split else tuple(sorted(holding.sharers))
             for region in regions:
                 if not region.is_whole:
-                    found.setdefault(((name, region.number), members), {})[rank] = region
+                    key = holding.joined.get(name, name), region.number
+                    found.setdefault((key, members), {})[rank, name] = region
     return found
 
 
-def _are_lacking(parts: Mapping[int, Region]) -> bool:
+def _are_lacking(parts: Mapping[Part, Region]) -> bool:
     rows, columns = next(iter(parts.values())).shape
     return sum(part.elements for part in parts.values()) < rows * columns
 

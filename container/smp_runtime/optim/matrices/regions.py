@@ -13,13 +13,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Join:
+    """The place of a parameter in a matrix that it is a part of, with other parameters.
+
+    Attributes:
+        name: of the matrix, the same on all ranks.
+        shape: of it.
+        axis: along which the parameters follow each other.
+        start: of this one along it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    axis: int
+    start: int
+
+
+@dataclass(frozen=True)
 class Region:
     """The elements of one matrix that a rank updates.
 
     The rank has a *part* of the matrix, cut along one dimension or whole, and of this part a run of elements.
 
     Attributes:
-        number: of the matrix in its parameter; 0 if the parameter is a matrix, else that of the expert.
+        number: of the matrix in its parameter; 0 if the parameter is a matrix, else that of the expert, and -1 if the matrix has
+            other parameters too.
         offset: first of the elements, counted in the flattened tensor that the rank updates.
         start: first of them, counted in the flattened part.
         stop: behind the last one.
@@ -106,7 +124,12 @@ class Region:
 
 
 def regions_of(
-    shape: Sequence[int], axis: int | None, bounds: Sequence[int] | None, start: int, stop: int
+    shape: Sequence[int],
+    axis: int | None,
+    bounds: Sequence[int] | None,
+    start: int,
+    stop: int,
+    join: Join | None = None,
 ) -> list[Region]:
     """Return the regions of a parameter that is a matrix or a stack of matrices, by matrix.
 
@@ -116,7 +139,15 @@ def regions_of(
         bounds: start and stop of the runs that this rank has along it.
         start: first element that this rank updates, counted in its flattened part of the parameter.
         stop: behind the last one.
+        join: if it is a part of a matrix; tensor parallelism cuts it along the same axis or not at all.
     """
+    if join is not None:
+        whole = (0, shape[join.axis])
+        there = tuple(join.start + each for each in (whole if axis is None else bounds or ()))
+        length = sum(last - first for first, last in intervals(there))
+        size = length * join.shape[1 - join.axis]
+        stop = min(stop, size)
+        return [Region(-1, 0, start, stop, join.shape, join.axis, there)] if start < stop else []
     rows, columns = shape[-2:]
     is_stack = len(shape) == 3
     cut = tuple(bounds or ()) if axis is not None else ()
