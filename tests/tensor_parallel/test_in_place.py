@@ -16,7 +16,7 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place import planning
 from smp_runtime.module_conversion.in_place.block_calls import BlockCall
 from smp_runtime.module_conversion.in_place.equivalence_check import EquivalenceCheck, NotEqualError
-from smp_runtime.module_conversion.in_place.plan_inference import single_units
+from smp_runtime.module_conversion.in_place.plan_inference import inferred_units, single_units
 from smp_runtime.module_conversion.in_place.planning import plan_splits
 from smp_runtime.module_conversion.splitting import BlockSplit
 
@@ -257,3 +257,13 @@ def test_numbers_that_must_stay_whole_do():
     (split,) = _found(net)[0].values()
     assert set(split.leaves) == {"up", "down"}
     assert not split.numbers
+
+
+def test_the_units_of_a_long_chain_of_maps_are_not_all_subsets_of_it():
+    units = []
+    for count in (12, 16):
+        chain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+        proof = EquivalenceCheck(chain, BlockCall((torch.ones(2, 4, requires_grad=True),), {}), 2, torch.float64)
+        units.append(inferred_units(proof.block, proof.seen))
+    assert len(units[1]) - len(units[0]) == 2  # one for each pair of maps more
+    assert any(unit.replicated for unit in units[0])  # of those near the beginning

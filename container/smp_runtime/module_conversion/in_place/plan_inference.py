@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 #: One part in this many of a block may stay whole, if splitting it would cost a collective of its own.
 _WHOLE_SHARE = 12
+#: With more maps before a unit than these, it is not tried with some of them replicated: their subsets are too many, as in a chain
+#: of linear maps, each of which follows all before it.
+_MOST_BEFORE = 8
 #: A map before others is narrow if these have at least this many times its elements.
 _NARROW = 4
 
@@ -67,6 +70,8 @@ def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[s
     """
     sources_of_leaves = itertools.chain.from_iterable(sources.get(path, set()) for path in leaves)
     before = sorted(set(sources_of_leaves) - leaves.keys())
+    if len(before) > _MOST_BEFORE:
+        return
     for count in range(1, len(before) + 1):
         for replicated in itertools.combinations(before, count):
             found = {}
