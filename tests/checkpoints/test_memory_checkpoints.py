@@ -63,11 +63,11 @@ def folder():
         yield path
 
 
-def train_and_keep(first, last):
+def train_and_keep(first, last, kind="AdamW"):
     """A job that keeps its state after each step, then goes on undisturbed; losses and the state at the end."""
-    from support.training.checkpoint_training import Training, held
+    from support.training.checkpoint_training import OPTIMIZERS, Training, held
 
-    run = Training()
+    run = Training(optimizer=OPTIMIZERS[kind])
     losses = []
     for step in range(first):
         losses += run.train(step, step + 1)
@@ -77,11 +77,11 @@ def train_and_keep(first, last):
     return losses + run.train(first, last), kept, held(run), torch.rand(3)
 
 
-def go_on(path, last, tag=None):
+def go_on(path, last, tag=None, kind="AdamW"):
     """The job after a restart: what it found, losses and the state at the end."""
-    from support.training.checkpoint_training import Training, held
+    from support.training.checkpoint_training import OPTIMIZERS, Training, held
 
-    run = Training(seed=9)
+    run = Training(seed=9, optimizer=OPTIMIZERS[kind])
     found = run.smp.newest_memory_checkpoint()
     step = run.resume(path, tag)
     loaded = held(run) if run.model.partitioned else None
@@ -109,6 +109,20 @@ def test_training_goes_on_bit_for_bit(ranks, folder, name, half):
         near = {"rtol": 1e-5, "atol": 1e-7} if half == "fp32" else {"rtol": 1e-2, "atol": 1e-4}
         for mine, other in zip(state, again, strict=True):
             assert torch.allclose(mine, other, **near) if name in LAST_BITS else torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", ["s2", *(pytest.param(n, marks=pytest.mark.full) for n in ("o2", "tp2", "pp2-s2"))])
+def test_momentum_of_matrices_goes_on_bit_for_bit(ranks, folder, name):
+    world, config = TOPOLOGIES[name]
+    before = ranks(train_and_keep, world, 3, 5, "Muon", config=config, env=told(folder))
+    after = ranks(go_on, world, f"{folder}/no-files", 5, None, "Muon", config=config, env=told(folder, 1))
+    for (losses, kept, state, _), (said, rest, loaded, again, _) in zip(before, after, strict=True):
+        assert said == (3, 3, None)
+        assert rest == losses[3:]
+        if loaded is not None:
+            assert all(torch.equal(a, b) for a, b in zip(kept, loaded, strict=True))
+        for mine, other in zip(state, again, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-3, atol=1e-4) if name in LAST_BITS else torch.equal(mine, other)
 
 
 def test_a_later_file_is_preferred_and_an_older_one_is_not(ranks, folder, tmp_path):

@@ -34,14 +34,14 @@ def at_home(hosts, job, *args):
     return job(*args)
 
 
-def keep(path, kept, last):
+def keep(path, kept, last, kind="AdamW"):
     """A job that keeps its state after each step, saves a file after the last that it keeps, and goes on undisturbed."""
-    from support.training.checkpoint_training import Training, held
+    from support.training.checkpoint_training import OPTIMIZERS, Training, held
 
     from smp_runtime.checkpoint.memory.copying import Copier
     from smp_runtime.job import session
 
-    run = Training()
+    run = Training(optimizer=OPTIMIZERS[kind])
     losses = []
     for step in range(kept):
         losses += run.train(step, step + 1)
@@ -52,9 +52,9 @@ def keep(path, kept, last):
     return losses + run.train(kept, last), held(run), torch.rand(3), sent
 
 
-def go_on(path, last, from_memory=True):
+def go_on(path, last, from_memory=True, kind="AdamW"):
     """The job after a restart: the step it goes on from, losses, the state at the end, bytes that were brought."""
-    from support.training.checkpoint_training import Training, held
+    from support.training.checkpoint_training import OPTIMIZERS, Training, held
 
     from smp_runtime.checkpoint.memory.newest import MemoryReader
 
@@ -62,7 +62,7 @@ def go_on(path, last, from_memory=True):
     real = MemoryReader.bring
     MemoryReader.bring = lambda *args: moved.append(real(*args))
     try:
-        run = Training(seed=9)
+        run = Training(seed=9, optimizer=OPTIMIZERS[kind])
         found = run.smp.newest_memory_checkpoint()
         assert (found is not None) == from_memory
         step = run.resume(path)
@@ -108,23 +108,32 @@ LOSSES = {
     "a host that is replaced": ("s4", "aabb", "b", "s4", "aacc"),
 }
 SMALLER = {**TOPOLOGIES, "pp3": (3, {"partitions": 3, "microbatches": 4})}
-SAMPLE = {"stages, and sharded state", "a host that is replaced"}
+SAMPLE = {"stages, and sharded state", "a host that is replaced", "a shard of four by Muon"}
+CASES = {
+    **{case: (case, "AdamW") for case in LOSSES},
+    "a shard of four by Muon": ("a shard of four", "Muon"),
+    "tensor parallel ranks by Muon": ("tensor parallel ranks", "Muon"),
+}
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SAMPLE else pytest.mark.full) for c in LOSSES])
-def test_any_host_may_be_lost(ranks, folder, tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [pytest.param(*c, id=name, marks=() if name in SAMPLE else pytest.mark.full) for name, c in CASES.items()],
+)
+def test_any_host_may_be_lost(ranks, folder, tmp_path, case, kind):
     name, hosts, lost, smaller, others = LOSSES[case]
     world, config = TOPOLOGIES[name]
     path = str(tmp_path / "files")
-    before = ranks(at_home, world, hosts, keep, path, KEPT, LAST, config=config, env=told(folder))
+    before = ranks(at_home, world, hosts, keep, path, KEPT, LAST, kind, config=config, env=told(folder))
     shutil.rmtree(Path(folder) / lost)
     world, config = SMALLER[smaller]
-    after = ranks(at_home, world, others, go_on, f"{folder}/none", LAST, config=config, env=told(folder, 1))
-    files = ranks(at_home, world, others, go_on, path, LAST, False, config=config, env=told(folder, 0))
+    after = ranks(at_home, world, others, go_on, f"{folder}/none", LAST, True, kind, config=config, env=told(folder, 1))
+    files = ranks(at_home, world, others, go_on, path, LAST, False, kind, config=config, env=told(folder, 0))
     for (step, losses, state, drawn, moved), (_, expected, saved, drawn_again, _) in zip(after, files, strict=True):
         assert step == KEPT
         assert losses == expected
-        assert losses == pytest.approx(before[0][0][KEPT:], rel=1e-5)
+        # Muon rounds to bfloat16: elements at a border go another way where sums have another order.
+        assert losses == pytest.approx(before[0][0][KEPT:], rel=1e-5 if kind == "AdamW" else 1e-3)
         assert all(torch.equal(mine, other) for mine, other in zip(state, saved, strict=True))
         assert torch.equal(drawn, drawn_again)
         assert (moved > 0) == (len(set(others)) > 1)

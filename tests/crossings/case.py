@@ -132,6 +132,8 @@ _OF_SEQUENCES = ("flexible", "ranges")
 
 #: Those that take norms of whole tensors, or whole matrices.
 _OF_TENSORS = ("lamb", "novograd", "muon")
+#: Of these, those that know no tensors but the parameters, of which distributed forms of a model may have others.
+_OF_PARAMETERS = ("lamb", "novograd")
 STEPS = 5
 
 
@@ -208,7 +210,7 @@ class Case:
         reads_one_batch = self.prescaled or not (shards or (splits and reads_own))
         # What a step that failed has written into buffers stays; of what is frozen when the model is wrapped nothing trains later.
         events_fit = not ("fail" in kinds and self.net in _CHANGING) and not ("freeze" in kinds and self.begins_frozen)
-        # Distributed forms of a model may divide its weights into other tensors, and have other buffers.
+        # Distributed forms of a model may divide its weights into other parameters, and have other buffers.
         is_own = not NETS[self.net].from_transformers
         # A script that places its modules names stages, of which another number of stages has others.
         stages_fit = not self.manual or len({TOPOLOGIES[name][1] for name in self._topologies("reshape")}) == 1
@@ -218,7 +220,7 @@ class Case:
             and events_fit
             and stages_fit
             and not ("generate" in kinds and (self.is_rounded or not NETS[self.net].generates))
-            and (is_own or not (self.optimizer in _OF_TENSORS or "write_buffers" in kinds))
+            and (is_own or not (self.optimizer in _OF_PARAMETERS or "write_buffers" in kinds))
             and not (self.net == "buffered" and "write_buffers" in kinds)
         )
 
@@ -343,8 +345,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["microbatches"] = 4
     if values["optimizer"] in _OF_TENSORS and values["net"] == "images":
         values["precision"] = "float64"  # biases before batch norms have gradients of nothing but rounding
-    if values["optimizer"] in _OF_TENSORS and NETS[values["net"]].from_transformers:
-        values["optimizer"] = "adam"  # distributed forms of a model may divide its weights into other tensors
+    if values["optimizer"] in _OF_PARAMETERS and NETS[values["net"]].from_transformers:
+        values["optimizer"] = "adam"  # distributed forms of a model may divide its weights into other parameters
     if tp == 1:
         values["prescaled"] = False
     if world == 1:

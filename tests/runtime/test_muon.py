@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.training.muon_training import LAYOUTS, STEPS, Net, batch_of, mean_loss, muon_of
 from support.training.rank_training import training_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,78 +28,16 @@ from smp_runtime.optim.matrices.regions import regions_of
 from smp_runtime.optim.matrices.rule import hidden_matrices
 from smp_runtime.parameters.registry import TensorSlice
 
-STEPS, BATCH, WORDS, WIDTH = 4, 8, 11, 8
 needs_pytorch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has Muon since 2.9")
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9}
-TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
-STAGES = {"pipeline_parallel_degree": 2}
-STATE = {"shard_optimizer_state": True}
-#: Ranks and settings.
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp": (2, {}),
-    "state": (2, STATE),
-    "sharding": (2, SHARDED),
-    "tp": (2, TENSOR),
-    "pp": (2, STAGES),
-    "tp × state": (4, {**TENSOR, **STATE}),
-    "tp × sharding": (4, {**TENSOR, **SHARDED}),
-    "pp × sharding": (4, {**STAGES, **SHARDED}),
-    "pp × tp": (4, {**STAGES, **TENSOR}),
-    "sharding × dp": (4, SHARDED),
-}
-
-
-class Block(nn.Module):
-    """Two linear maps, and a stack of experts that all positions use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-        self.experts = nn.Parameter(0.3 * torch.randn(3, WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
-        return x + torch.tanh(torch.einsum("bsi,eij->bsj", x, self.experts))
-
-
-class Net(nn.Module):
-    """A table, blocks and a head, which is tied or not."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.decode = nn.Linear(WIDTH, WORDS)
-        if tied:
-            self.decode.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.decode(self.norm(x))
-
-
-def _loss(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-
-
-def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(WORDS, (BATCH, 6), generator=torch.Generator().manual_seed(step))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def _muon(model: nn.Module) -> torch.optim.Optimizer:
-    return smp.optimizers.Muon(model, lr=0.02, adamw_lr=3e-3, adamw_eps=1e-3)
 
 
 def _alone(tied: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Net(tied).double()
-    optimizer = _muon(model)
+    optimizer = muon_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        _loss(model, *_batch(step)).backward()
+        mean_loss(model, *batch_of(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
@@ -112,12 +50,12 @@ def _trained(tied: bool) -> dict[str, torch.Tensor]:
         smp.set_tensor_parallelism(module)
     # Units of some hundred elements, so that matrices are cut at every place.
     model = smp.DistributedModel(module, bucket_cap_mb=1e-3)
-    optimizer = smp.DistributedOptimizer(_muon(model))
-    train = training_step(model, _loss)
+    optimizer = smp.DistributedOptimizer(muon_of(model))
+    train = training_step(model, mean_loss)
     rank, size = (smp.rdp_rank(), smp.rdp_size()) if smp.tp_size() > 1 else (smp.dp_rank(), smp.dp_size())
     for step in range(STEPS):
         optimizer.zero_grad()
-        train(*(tensor.chunk(size)[rank] for tensor in _batch(step)))
+        train(*(tensor.chunk(size)[rank] for tensor in batch_of(step)))
         optimizer.clip_master_grads(0.5)
         optimizer.step()
     return {name.removeprefix("module."): value.cpu() for name, value in model.state_dict().items()}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.logs import logged
+from support.models.replaced import VOCABULARY, original_of, translations_of
 from support.training.rank_training import training_step
-from tensor_parallel.test_huggingface import VOCABULARY, _original, _translations
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -45,7 +45,7 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _alone(family: str) -> dict[str, torch.Tensor]:
-    model = _original(family).double()
+    model = original_of(family).double()
     optimizer = _muon(model)
     parameters = dict(model.named_parameters())
     for _ in range(STEPS):
@@ -56,9 +56,9 @@ def _alone(family: str) -> dict[str, torch.Tensor]:
 
 
 def _replaced(family: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    original = _original(family).double()
+    original = original_of(family).double()
     wanted = _gradients(dict(original.named_parameters()))
-    to_ours, to_theirs = _translations(family)
+    to_ours, to_theirs = translations_of(family)
     gradients = to_ours(wanted)
     smp.set_tensor_parallelism(original)
     with logged(logging.WARNING) as said:

@@ -97,6 +97,17 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def muon(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """Muon for the first of :func:`groups`, and AdamW for the rest."""
+    import smdistributed.modelparallel.torch as smp
+
+    return smp.optimizers.Muon([{**group, "use_muon": at == 0} for at, group in enumerate(groups)], lr=lr)
+
+
+#: Optimizers of :class:`Training`.
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Muon": muon}
+
+
 class Training:
     """One rank's model, optimizer and scheduler, and the same batches at every topology."""
 
@@ -149,9 +160,9 @@ def held(run: Training) -> list[torch.Tensor]:
     from smp_runtime.checkpoint.live_state import live_buffers, live_masters, live_weights
 
     found = [h.tensor for kind in (live_weights, live_masters, live_buffers) for h in kind(run.model)]
-    return [
-        value.clone() for value in (*found, *(v for values in run.optimizer.state.values() for v in values.values()))
-    ]
+    updated = [p for group in run.optimizer.param_groups for p in group["params"]]  # state is made in another order
+    found += [value for p in updated for value in run.optimizer.state.get(p, {}).values()]
+    return [torch.as_tensor(value).clone() for value in found]
 
 
 def train_and_save(path: str, tag: str, first: int, last: int) -> list[float]:
