@@ -1,6 +1,7 @@
 """Measurements that others published on real GPUs, beside the plans of the same jobs.
 
-``python benchmarks/published.py`` writes the table in docs/how-it-works/planning.md. No constant of a plan was fitted on a row.
+``python benchmarks/published.py`` writes the tables in docs/how-it-works/planning.md; with ``fit`` it fits the rates of kernels on
+the rows that :data:`FITTED` names. No constant of the memory was fitted.
 
 T is pytorch/torchtitan, ``benchmarks/``, commit b5bcd76c6: hosts of 8 H100 of 96 GB with 500 W, 400 Gbit/s per GPU between hosts.
 Tokens per second are per GPU. The memory is what PyTorch had reserved at its peak on the fullest GPU, in GiB.
@@ -199,6 +200,37 @@ def table() -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
+#: Ratios of two rows of one published table: (name, row, row that it is divided by).
+_RATIOS = (
+    ("8B, 8 GPUs: compiled ÷ not", 2, 1),
+    ("8B, 8 GPUs: float8 ÷ bf16", 3, 2),
+    ("8B, 128 GPUs: compiled ÷ not", 5, 4),
+    ("70B: asynchronous tp ÷ tp", 12, 11),
+    ("405B: interleaved ÷ 1F1B", 14, 13),
+    ("405B: cp 2 ÷ cp 1", 16, 15),
+    ("405B: cp 4 ÷ cp 1", 17, 15),
+    ("405B: cp 8 ÷ cp 1", 18, 15),
+    ("8B: cp 2 ÷ cp 1", 8, 7),
+    ("8B: cp 8 ÷ cp 1", 10, 7),
+)
+
+
+def ratios() -> Iterator[tuple[str, float, float]]:
+    """Yield ratios of speeds inside a table: the name, as published, and as planned."""
+    by_number = {row.number: row for row in ROWS}
+    for name, over, under in _RATIOS:
+        a, b = by_number[over], by_number[under]
+        yield name, a.tokens / b.tokens, a.speed() / b.speed()
+
+
+def table_of_ratios() -> Iterator[str]:
+    """Yield the lines of the table of ratios."""
+    yield "| ratio of speeds | published | planned | planned ÷ published |"
+    yield "|---|---|---|---|"
+    for name, wanted, planned in ratios():
+        yield f"| {name} | {wanted:.3f} | {planned:.3f} | {planned / wanted:.2f} |"
+
+
 def fit() -> tuple[KernelRates, float]:
     """Return the rates and the clock at which the time of the fitted rows is nearest, by the squares of logarithms.
 
@@ -229,4 +261,7 @@ def fit() -> tuple[KernelRates, float]:
 
 
 if __name__ == "__main__":
-    print(fit() if sys.argv[1:] == ["fit"] else "\n".join(table()))
+    if sys.argv[1:] == ["fit"]:
+        print(fit())
+    else:
+        print("\n".join((*table(), "", *table_of_ratios())))

@@ -267,10 +267,13 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
     return in_flight_counts(schedule, stages, microbatches, most)[stage]
 
 
-def layers_of_stages(layers: int, stages: int, pieces: int = 1) -> list[list[int]]:
+def layers_of_stages(layers: int, stages: int, pieces: int = 1, *, first_has_more: bool = True) -> list[list[int]]:
     """Return the layers of each stage.
 
     With several pieces (``virtual_stages``) piece k is on stage k modulo ``stages``.
+
+    Args:
+        first_has_more: the first piece has one of the layers that are left over, if any are; else they begin with the second.
 
     Raises:
         ConfigError: fewer layers than pieces.
@@ -283,11 +286,11 @@ def layers_of_stages(layers: int, stages: int, pieces: int = 1) -> list[list[int
         )
     found: list[list[int]] = [[] for _ in range(stages)]
     for piece in range(stages * pieces):
-        found[piece % stages] += layers_of_stage(layers, stages * pieces, piece)
+        found[piece % stages] += layers_of_stage(layers, stages * pieces, piece, first_has_more=first_has_more)
     return found
 
 
-def layers_of_stage(layers: int, stages: int, stage: int) -> range:
+def layers_of_stage(layers: int, stages: int, stage: int, *, first_has_more: bool = True) -> range:
     """Return the layers of a stage in an even division; the first stages get one more if there is a remainder.
 
     The automatic partition balances by cost and may put fewer layers beside the embedding; this is its simple
@@ -300,8 +303,9 @@ def layers_of_stage(layers: int, stages: int, stage: int) -> range:
             code="SMP110",
         )
     each, more = divmod(layers, stages)
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (1 if stage < more else 0))
+    place = stage if first_has_more else stage - 1
+    first = stage * each + min(max(0, place), more)
+    return range(first, first + each + (1 if 0 <= place < more else 0))
 
 
 def _at_least_one(**counts: int) -> None:

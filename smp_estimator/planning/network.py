@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
-from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.device_memory import embedding_is_distributed, is_half, summed_bytes
+from smp_estimator.planning.memory.fsdp2 import share_of_context
 from smp_records.rate_card import sent_bytes
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
 
 def _attention_elements(request: Request, tokens: int) -> float:
     """Return the elements of attention that a rank receives for each layer; ``tokens`` are those of whole sequences."""
-    share = ContextShare.of(request.parameters, request.shape) if request.shape.has_layers else None
+    share = share_of_context(request) if request.shape.has_layers else None
     if share is None:
         return 0.0
     forwards = 1 if request.workload.activation_checkpointing is None else 2

@@ -21,8 +21,8 @@ from smp_config import Group, Topology
 from smp_config.machine.instances import Instance, instance
 from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
-from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.device_memory import embedding_is_distributed
+from smp_estimator.planning.memory.fsdp2 import share_of_context
 from smp_estimator.planning.rates.fitted import FITTED
 from smp_estimator.planning.request import UTILISATION
 from smp_estimator.planning.timing.kernels import KernelSeconds, kernel_seconds, recomputed_part
@@ -306,13 +306,31 @@ def _context_seconds(request: Request, batch: Batches, sent: Traffic, links: _Li
     In a ring they travel while those that came before are computed with. An all-gather has only a rank's own keys to compute
     with meanwhile, and an exchange of heads has none.
     """
-    share = ContextShare.of(request.parameters, request.shape)
+    share = share_of_context(request)
     if share is None:
         return 0.0
+    if share.is_pytorch:
+        return _context_seconds_of_pytorch(request, batch, sent, links, speed)
     maps = 3 if request.workload.activation_checkpointing is None else 4  # forward, and backward as two of it
     attention = maps * _attention_operations(request, batch) / speed
     beside = {"ring": 1 - 1 / share.degree, "all_gather": 1 / share.degree, "all_to_all": 0.0}[share.method]
     return max(0.0, links.exchange_seconds(sent.context, share.degree) - beside * attention)
+
+
+def _context_seconds_of_pytorch(request: Request, batch: Batches, sent: Traffic, links: _Links, speed: float) -> float:
+    """Return the time for which PyTorch's ``context_parallel`` waits for messages.
+
+    In a graph that is compiled, a collective is waited for where it is called, and Inductor moves it only if it is asked to
+    (``reorder_for_compute_comm_overlap``). An operation at a time, messages travel beside the blocks of the layer, except the first
+    one's arrival.
+    """
+    seconds = links.seconds(sent.context, Group.CONTEXT)
+    if request.workload.compiled:
+        return seconds
+    degree = request.parameters.context_parallel_degree
+    # Forward and backward of causal sequences, which need half of each map.
+    beside = 2 * _attention_operations(request, batch) / speed * (1 - 1 / degree)
+    return max(seconds / degree, seconds - beside)
 
 
 def _attention_operations(request: Request, batch: Batches) -> float:

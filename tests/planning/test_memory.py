@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.planning import Kind, ModelShape, Plan, Workload, named_shape, plan, suggest
+from smp_estimator.planning.batches import layers_of_stages
 from smp_estimator.planning.context import ContextShare
 from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes, selective_bytes
 
@@ -415,3 +417,45 @@ def test_fsdp2_keeps_a_pipeline_gathered_and_sums_its_gradients_whole() -> None:
         planned({"ddp": True, "shard_optimizer_state": True}, engine="fsdp2")
     with pytest.raises(ConfigError, match=r"^engine is 'fdsp2'.*use one of them"):
         planned(engine="fdsp2")
+
+
+def test_a_pipeline_of_fsdp2_gives_the_first_stage_none_of_the_layers_that_are_left_over() -> None:
+    assert [len(layers) for layers in layers_of_stages(14, 4, first_has_more=False)] == [3, 4, 4, 3]
+    assert [len(layers) for layers in layers_of_stages(14, 4)] == [4, 4, 3, 3]
+    assert layers_of_stages(13, 2, 2, first_has_more=False) == [[0, 1, 2, 7, 8, 9], [3, 4, 5, 6, 10, 11, 12]]
+    shape = dataclasses.replace(named_shape("llama-3.2-1b"), layers=14)
+    settings = {"bf16": True, "sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 4, "microbatches": 4}
+    for engine, layers in (("fsdp2", [3, 4, 4, 3]), ("smp", [4, 4, 3, 3])):
+        made = planned({"ddp": True, **settings}, 4, shape, engine=engine)
+        assert [stage.layers for stage in made.stages] == layers
+
+
+def test_sums_of_the_root_unit_need_a_segment_as_large_as_they_are() -> None:
+    """The logits of 16,384 tokens in half precision are 16 KiB smaller than the sums of both tables and a norm in fp32."""
+    shape = named_shape("llama-3.1-8b").with_sequence(8192)
+    root = 2 * 128_256 * 4096 + 4096
+    assert 4 * root - 2 * 128_256 * 16_384 == 4 * 4096
+    settings = {"bf16": True, "ddp": True, "sharded_data_parallel_degree": 8}
+
+    def total(batch: int, *, compiled_loss: bool, **more: Any) -> int:
+        how = {"activation_checkpointing": "each", "engine": "fsdp2", "dropout": False}
+        return planned(settings, batch, shape, compiled_loss=compiled_loss, **how, **more).total_bytes
+
+    grows = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}}
+    assert total(2, compiled_loss=True) - total(2, compiled_loss=True, **grows) == 4 * root
+    assert total(4, compiled_loss=True) == total(4, compiled_loss=True, **grows)
+    # The fp32 logits of a loss that is not compiled leave segments that are large enough.
+    assert total(2, compiled_loss=False) == total(2, compiled_loss=False, **grows)
+
+
+def test_attention_of_fsdp2_over_ranks_has_keys_of_all_and_fp32_gradients_that_go_around() -> None:
+    shape = ModelShape(4, 512, 8, 1000, 4096, learned_positions=False, given_key_heads=2)
+    share = ContextShare.of_pytorch(
+        ModelParallelParameters.from_mp_parameters({"ddp": True, "context_parallel_degree": 4}), shape
+    )
+    assert share is not None
+    # Keys and values, repeated for each head, of three other ranks; in backward again, and four times their gradients in fp32.
+    assert share.forward_elements(4096) == 3 / 4 * 4096 * 2 * 512
+    assert share.backward_elements(4096) == (3 / 4 + 2) * 4096 * 2 * 512
+    assert share.buffer_bytes(1024, 2) == 1024 * 512 * (4 * 5 + 12 + 16 + 6 + 4)
+    assert ContextShare.of_pytorch(ModelParallelParameters.from_mp_parameters({}), shape) is None

@@ -190,17 +190,16 @@ def test_rates_are_fitted_on_seven_rows_and_tested_on_the_others() -> None:
 def test_time_that_others_measured_is_planned_within_its_uncertainty() -> None:
     rows = [row for row in published.ROWS if row.number in published.TESTED]
     error = {row.number: row.speed() / row.tokens - 1 for row in rows}
-    assert {number for number, each in error.items() if abs(each) > 0.15} == {9, 10, 16, 17, 18}
+    assert {number for number, each in error.items() if abs(each) > 0.15} == {9, 10}
     for row in rows:
         time = row.planned().time
         assert time is not None
         assert time.uncertainty is not None
         assert abs(error[row.number]) <= time.uncertainty, row.number
     assert "± 12%" in str(rows[0].planned())
-    # Ratios inside a table: compiled, and interleaved.
-    for one, other in ((2, 1), (14, 13)):
-        a, b = published.ROWS[one - 1], published.ROWS[other - 1]
-        assert a.speed() / b.speed() == pytest.approx(a.tokens / b.tokens, rel=0.03)
+    # Ratios inside a table: compiled, interleaved, context parallelism between hosts; not asynchronous products.
+    outside = {name for name, wanted, planned in published.ratios() if abs(planned / wanted - 1) > 0.07}
+    assert outside == {"70B: asynchronous tp ÷ tp", "8B: cp 2 ÷ cp 1", "8B: cp 8 ÷ cp 1"}
 
 
 def test_the_fit_leads_to_the_rates_of_the_plan() -> None:
@@ -210,11 +209,11 @@ def test_the_fit_leads_to_the_rates_of_the_plan() -> None:
         assert getattr(rates, name) == pytest.approx(getattr(published.FITTED_RATES, name), rel=0.01)
 
 
-def test_memory_that_others_measured_is_planned_within_13_percent() -> None:
+def test_memory_that_others_measured_is_planned_within_ten_percent() -> None:
     ratios = {row.number: row.planned().total_bytes / 2**30 / row.gib for row in published.ROWS if row.gib is not None}
     assert len(ratios) == 20
     outside = {number for number, ratio in ratios.items() if abs(ratio - 1) > 0.1}
-    assert outside <= {11, 14, 22}
+    assert outside == {11}
     assert all(abs(ratio - 1) < 0.13 for ratio in ratios.values())
     assert statistics.median(abs(ratio - 1) for ratio in ratios.values()) <= 0.04
     impossible = [row.number for row in published.ROWS if not row.planned().verdict.feasible]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_estimator.planning import ModelShape, plan, suggest
+from smp_estimator.planning.context import ContextShare
 
 #: 12 layers of 12 · 768² + 13 · 768 parameters, 768 wide, 1,024 tokens, vocabulary 50,257: 2 × 85,054,464 operations of a
 #: token in matrices, 4 × 12 × 1,024 × 768 in attention, 2 × 50,257 × 768 for its logits.
@@ -89,6 +92,86 @@ def test_sequences_that_are_shared_out_take_a_part_of_the_time_and_of_the_links(
     keys = 8 * 3 * 2 * 512 * 7 / 8 * 256 * 2
     beside = 3 * 256 * 4 * 8 * 256 * 512 / 8 / 156e12 / 8
     assert at_once.context == pytest.approx(keys / 300e9 - beside)
+
+
+def test_fsdp2_waits_for_keys_and_gradients_of_other_ranks_where_layers_are_compiled() -> None:
+    """A group has a rank on each of eight hosts: 7/8 of all keys and values, three times, and eight times their fp32 gradients."""
+    shape = ModelShape(4, 1024, 8, 1000, 65_536, learned_positions=False, given_key_heads=2)
+    given = {"bf16": True, "ddp": True, "sharded_data_parallel_degree": 8, "context_parallel_degree": 8}
+    given |= {"tensor_parallel_degree": 8, "prescaled_batch": True}
+    how: dict[str, Any] = {"engine": "fsdp2", "activation_checkpointing": "each"}
+    compiled, alone = (seconds(shape, "ml.p5.48xlarge", 8, given, 1, compiled=each, **how) for each in (True, False))
+    bytes_of_layer = (3 * 7 / 8 * 2 + 4) * 65_536 * 2 * 1024 / 8
+    assert compiled.context == pytest.approx(4 * bytes_of_layer / (400e9 / 8 * 0.8))
+    # An operation at a time, messages travel beside the blocks, but for the first.
+    assert compiled.context / 8 <= alone.context < compiled.context
+    # Results of blocks are merged: bytes of seven blocks, in forward, its repetition, and backward.
+    memory = 3350e9 * 0.85
+    merged = 4 * 8192 * 7 * 128 * (2 * 10 + 30) / memory
+    whole = seconds(shape, "ml.p5.48xlarge", 8, given | {"context_parallel_degree": 1}, 1, compiled=True, **how)
+    assert compiled.arithmetic == pytest.approx(whole.arithmetic / 8 + merged, rel=1e-6)
+    assert whole.context == 0
+
+
+_COUNTED = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor.experimental._context_parallel import _attention as attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MOVES = {"_to_copy", "cat", "clone", "add_", "sub", "mul", "sigmoid", "log_sigmoid_forward", "zeros_like"}
+
+
+class Count(TorchDispatchMode):
+    moved = sent = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        read = 0 if name == "zeros_like" else sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        wrote = sum(t.nbytes for t in tree_leaves(found) if isinstance(t, torch.Tensor))
+        self.moved += read + wrote if name in MOVES else 0
+        self.sent += {"all_gather_into_tensor": wrote * 7 / 8, "all_to_all_single": wrote}.get(name, 0)
+        return found
+
+
+def forward(q, k, v, **_):
+    return torch.empty_like(q), torch.empty(q.shape[:3])
+
+
+def backward(query, key, value, **_):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+for rank in (0, 7):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    q, k, v = (torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3))
+    given = (dist.group.WORLD, 2)
+    with Count() as there:
+        out, lse = attention._templated_ring_attention(*given, forward, q, k, v, is_causal=True)
+    with Count() as back:
+        given = (*given, backward, q, "grad_out", q, k, v, out, lse)
+        attention._templated_ring_attention_backward(*given, is_causal=True)
+    print(*(each / q.numel() for each in (there.moved, back.moved, there.sent, back.sent)))
+    dist.destroy_process_group()
+"""
+
+
+def test_the_bytes_of_pytorchs_context_parallel_are_those_that_its_code_moves() -> None:
+    """Counted operation by operation, with attention itself left out, for the first and the last of eight ranks."""
+    pytest.importorskip("torch")
+    found = subprocess.run([sys.executable, "-c", _COUNTED], check=True, capture_output=True, text=True, timeout=120)
+    counted = [[float(each) for each in line.split()] for line in found.stdout.splitlines()]
+    there, back, sent, returned = (sum(pair) / 2 for pair in zip(*counted, strict=True))
+    share = ContextShare(8, "all_gather", 1, 4, 4, 64, is_pytorch=True)
+    # For each of seven blocks, and each element of a rank's queries.
+    forward, backward = (each / 256 for each in share.merged_bytes(1, compiled=False))
+    assert there == pytest.approx(forward, rel=0.03)
+    assert back == pytest.approx(backward, rel=0.03)
+    # Of a token of the whole sequence, in elements of two bytes; an eighth of the tokens are here.
+    assert sent == 8 * 2 * share.forward_elements(1) / 256
+    assert returned == 8 * 2 * share.backward_elements(1) / 256
 
 
 def test_inside_a_host_the_links_count() -> None:

@@ -44,7 +44,7 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
     """
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     held = weights_of_stages(request)
-    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
+    ranges = _layers(request)
     # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
     loss_stage = 0 if shape.tied_embeddings else stages - 1
     found = []
@@ -66,7 +66,7 @@ def weights_of_stages(request: Request) -> list[list[Weight]]:
     """Return the model's tensors by pipeline stage; raise ConfigError if there are more stages than layers."""
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     owner: dict[int, int] = {}
-    for stage, layers in enumerate(layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)):
+    for stage, layers in enumerate(_layers(request)):
         owner.update(dict.fromkeys(layers, stage))
     held: list[list[Weight]] = [[] for _ in range(stages)]
     for weight in shape.tensors():
@@ -75,6 +75,13 @@ def weights_of_stages(request: Request) -> list[list[Weight]]:
         else:
             held[owner.get(weight.layer, 0)].append(weight)
     return held
+
+
+def _layers(request: Request) -> list[list[int]]:
+    """Return the layers of each stage; with FSDP2 the first piece has none of those that are left over."""
+    parameters, is_fsdp2 = request.parameters, request.workload.engine == FSDP2
+    stages, pieces = parameters.pipeline_parallel_degree, parameters.virtual_stages
+    return layers_of_stages(request.shape.layers, stages, pieces, first_has_more=not is_fsdp2)
 
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:

@@ -8,6 +8,9 @@ follow from sizes and from what the engine does. No number was fitted.
   layer. Gathers are made on a stream of their own. Its buffers are not used by others: those of the root and of one layer.
 * In a pipeline everything stays gathered until the last microbatch, and gradients are summed whole, in fp32, until they are
   reduced after it. Each stage keeps its outputs, and a buffer for the gradient of each.
+* A pipeline's first piece has no more layers than any other, as torchtitan divides them.
+* The root unit's gradients are reduced when backward has ended. Their fp32 sums need a free segment as large as they are. The
+  largest one is the loss's. If that is too small, another one is reserved, unless segments are expandable.
 * The cross entropy in fp32 has three fp32 tensors of the logits' size in backward: log-softmax, and two gradients. The memory
   of the logits themselves is too small for any of them. Over a tensor parallel group it is computed op by op and has four.
 """
@@ -111,6 +114,7 @@ def stage_of_fsdp2(
     whole = _FP32 * trainable if has_stages and passes > 1 and shards > 1 else 0
     # One layer's sums travel while those of the next one are made.
     buckets = 2 * _FP32 * layer + _HALF * layer if shards > 1 else 0
+    apart = _segment_of_root(request, batch, root) if shards > 1 and not has_stages else 0
     activations = _activations(request, batch, layers, in_flight, has_loss=has_loss)
     kinds = {
         Kind.PARAMETERS: round(_FP32 * total / shards),
@@ -119,11 +123,39 @@ def stage_of_fsdp2(
         Kind.OPTIMIZER: round(moments / shards),
         Kind.ACTIVATIONS: activations.kept + activations.layers,
         Kind.GATHERED: round(gathered + on_gather_stream),
-        Kind.BUCKETS: buckets,
+        Kind.BUCKETS: buckets + apart,
     }
-    stays = sum(kinds.values()) - kinds[Kind.ACTIVATIONS] - buckets
-    at_loss = stays + activations.kept + activations.loss if activations.loss else 0
+    stays = sum(kinds.values()) - kinds[Kind.ACTIVATIONS] - kinds[Kind.BUCKETS]
+    at_loss = stays + activations.kept + activations.loss + apart if activations.loss else 0
     return StageMemory(stage, layers, total, kinds, activations, at_loss=at_loss, gradient_copy=0, in_update=stays)
+
+
+def has_expandable_segments(request: Request) -> bool:
+    """Return whether the job's environment lets segments of PyTorch's allocator grow."""
+    environment = dict(request.environment)
+    options = (environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in option.replace(" ", "").lower() for option in options)
+
+
+def _segment_of_root(request: Request, batch: Batches, root: int) -> int:
+    """Return the bytes of a segment that only the root unit's sums take, which are made when backward has ended.
+
+    Args:
+        root: elements of the root unit.
+    """
+    shape, parameters, workload = request.shape, request.parameters, request.workload
+    if not shape.has_layers or has_expandable_segments(request):
+        return 0
+    tokens = batch.group_batch * batch.sequence // batch.microbatches // parameters.context_parallel_degree
+    logits = tokens * shape.vocabulary // parameters.tensor_parallel_degree
+    largest = logits * (_HALF if workload.compiled_loss else _FP32)
+    return _FP32 * root if _FP32 * root > largest else 0
+
+
+def share_of_context(request: Request) -> ContextShare | None:
+    """Return how the ranks of a context group compute attention in the request's engine; None if sequences are not shared out."""
+    of = ContextShare.of_pytorch if request.workload.engine == FSDP2 else ContextShare.of
+    return of(request.parameters, request.shape)
 
 
 def _activations(request: Request, batch: Batches, layers: int, in_flight: int, *, has_loss: bool) -> StageActivations:
@@ -135,7 +167,7 @@ def _activations(request: Request, batch: Batches, layers: int, in_flight: int, 
         samples=max(1, batch.group_batch // batch.microbatches),
         element_bytes=_HALF,
         tensor=tensor,
-        context=_gathers_all(ContextShare.of(parameters, shape)),
+        context=share_of_context(request),
     )
     made = stage_activations(
         shape,
@@ -158,10 +190,3 @@ def _activations(request: Request, batch: Batches, layers: int, in_flight: int, 
     # Each norm's result is gathered from the tensor parallel ranks and kept for the weights' gradients.
     gathered = 2 * tokens * shape.hidden * _HALF * (1 - 1 / tensor)
     return StageActivations(kept=kept, layers=made.layers + round(gathered), loss=round(loss), offloaded=0)
-
-
-def _gathers_all(share: ContextShare | None) -> ContextShare | None:
-    """Return the same share with this engine's method: the keys and values of all ranks are gathered, repeated for each head."""
-    if share is None:
-        return None
-    return ContextShare(share.degree, "all_gather", 1, share.heads, share.heads, share.width)

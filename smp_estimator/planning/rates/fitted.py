@@ -8,7 +8,7 @@ from smp_estimator.planning.rates.kernel_rates import KernelRates
 CLOCK_AT_500_W = 0.866
 
 #: Fitted by ``python benchmarks/published.py fit`` on seven rows. The parts of memory and links are assumed, as the same of all
-#: GPUs, and the uncertainty is the largest error of the ten test rows without context parallelism.
+#: GPUs, and the uncertainty is the largest error of the ten test rows without context parallelism, and of the five with it.
 FITTED = KernelRates(
     matrix=0.573,
     matrix_float8=0.490,
@@ -16,7 +16,7 @@ FITTED = KernelRates(
     memory=0.85,
     links=0.8,
     uncertainty=0.12,
-    uncertainty_of_context=0.45,
+    uncertainty_of_context=0.35,
     sources=(
         "matrix products and attention: rows 2, 6, 11, 13, 15, 19 and 21 of benchmarks/published.py",
         "memory and links: assumed",

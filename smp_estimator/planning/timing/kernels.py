@@ -8,6 +8,7 @@ Each kind has a rate of its own (``KernelRates``). Operations and bytes are coun
   of two. It is never in float8.
 * Elementwise work: bytes read and written by norms, rotations, activation functions and sums; more if layers are not compiled, as
   each operation then reads and writes for itself. Float8 reads each operand twice more, and writes it.
+* Context parallelism of PyTorch merges the results of blocks, and sums their gradients, in fp32.
 * The loss, the optimizer's step, and FSDP2's copies into and out of its buffers.
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from smp_estimator.planning.memory.fsdp2 import share_of_context
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches
@@ -81,8 +84,9 @@ def kernel_seconds(
     # Attention's result is kept by selective checkpointing.
     attention_again = 1.0 if workload.activation_checkpointing not in (None, "selective") else 0.0
     elementwise_again = 0.0 if workload.activation_checkpointing is None else 1.0
-    forward = product + attention + elementwise + head + loss / 2
-    backward = (2 + again) * product + (2.5 + attention_again) * attention
+    merged, summed = _merging(request, tokens / stages, moved)
+    forward = product + attention + merged + elementwise + head + loss / 2
+    backward = (2 + again) * product + (2.5 + attention_again) * attention + summed + attention_again * merged
     backward += (2 + elementwise_again) * elementwise + 2 * head + loss / 2
     held = shape.parameters / (tensor * stages)
     shards = parameters.sharded_data_parallel_degree
@@ -93,6 +97,21 @@ def kernel_seconds(
         passes = 1 if stages > 1 else workload.accumulation * parameters.microbatches
         update += passes * (gathers * 6 + 6) * held
     return KernelSeconds(forward, backward, update / moved)
+
+
+def _merging(request: Request, tokens: float, moved: float) -> tuple[float, float]:
+    """Return the seconds in which the layers of a rank merge what blocks of keys gave, in forward and in backward.
+
+    Args:
+        tokens: of a rank in a step, divided by the stages.
+        moved: bytes per second.
+    """
+    share = share_of_context(request)
+    if share is None:
+        return 0.0, 0.0
+    compiled = request.workload.compiled or request.parameters.compile
+    forward, backward = share.merged_bytes(round(tokens * request.shape.layers), compiled=compiled)
+    return forward / moved, backward / moved
 
 
 def _elementwise_bytes(request: Request, *, float8: bool) -> float:
