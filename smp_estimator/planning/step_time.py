@@ -37,7 +37,7 @@ _HOUR = 3600.0
 
 #: Part of the messages of tensor parallelism that asynchronous products leave in the open. An assumption: for a Llama 3 70B on 256
 #: H100 they make bf16 9 % faster (torchtitan's asyncTP table of 2025-06), and messages are a fifth of the step.
-_ASYNC_PART = 0.5
+ASYNC_PART = 0.5
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     # Never NaN: unknown_because() has found a published peak.
     peak = 1e12 * (known.gpu_facts.tflops(precision_of(request)) or math.nan)
     forward, backward = operations_of_rank(request, batch)
-    kernels, rates = _kernels(request, batch, peak, known)
+    kernels, rates = kernels_of(request, batch, peak, known)
     utilisation = request.workload.utilisation
     arithmetic, of_backward, update = (forward + backward) / (peak * utilisation), backward / (peak * utilisation), 0.0
     if kernels is not None:
@@ -255,7 +255,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         utilisation = (forward + backward) / (peak * arithmetic)
     speed = peak * utilisation
     links = _Links(known, topology, request.processes_per_host, 1.0 if rates is None else rates.links)
-    tensor = links.seconds(sent.tensor, Group.TP) * (_ASYNC_PART if request.workload.async_tensor else 1.0)
+    tensor = links.seconds(sent.tensor, Group.TP) * (ASYNC_PART if request.workload.async_tensor else 1.0)
     context = _context_seconds(request, batch, sent, links, speed)
     waits = idle_of(request)
     early = sent.data - sent.data_late
@@ -289,7 +289,7 @@ def _uncertainty(rates: KernelRates, context: int) -> float:
     return rates.uncertainty if context == 1 else rates.uncertainty_of_context
 
 
-def _kernels(
+def kernels_of(
     request: Request, batch: Batches, peak: float, known: Instance
 ) -> tuple[KernelSeconds | None, KernelRates | None]:
     """Return the seconds of kernels and their rates; None if one part of the peak counts for everything."""

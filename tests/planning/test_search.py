@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import dataclasses
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import pytest
 from smp_config import ConfigError
 from smp_config.machine.instances import instances
 from smp_estimator.planning import ModelShape, Verdict, plan, suggest
+from smp_estimator.planning.rates.fitted import FITTED
+from smp_estimator.planning.request import request_for
+from smp_estimator.planning.search.bounds import least_seconds
 from smp_estimator.planning.search.clusters import MOST_INSTANCES
+from smp_estimator.planning.search.planned import region_of
+from smp_estimator.planning.search.space import LEVELS
 
 
 def test_without_instances_the_smallest_cluster_is_proposed() -> None:
@@ -164,3 +170,49 @@ def test_a_search_refuses_settings_that_share_sequences_out() -> None:
     given = {"ddp": True, "context_parallel_degree": 2}
     with pytest.raises(ConfigError, match="context_parallel_degree is 2, and a search"):
         suggest("gpt2", "ml.p4d.24xlarge", 1, prefer="fastest", parameters=given, budget=1.0)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        {"engine": "fsdp2", "compiled": True, "activation_checkpointing": "each"},
+        {"engine": "fsdp2", "sequence": 128},
+        {
+            "engine": "fsdp2",
+            "compiled": True,
+            "float8": True,
+            "async_tensor": True,
+            "activation_checkpointing": "selective",
+        },
+        {"rates": FITTED, "float8": True},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=["fsdp2", "short sequences", "fsdp2 with float8", "rates", "selective"],
+)
+def test_no_plan_is_faster_than_the_bounds_of_a_search_say(script: dict[str, Any]) -> None:
+    """For every configuration of two hosts, and for each of its beginnings, whatever the time of kernels follows from."""
+    script = dict(script)
+    given = {
+        "sequence": script.pop("sequence", 4096),
+        "processes_per_host": None,
+        "gpu_memory_bytes": None,
+        "environment": None,
+    }
+    request = request_for(
+        "llama-3.2-1b", "ml.p5.48xlarge", 2, {"ddp": True, "bf16": True}, workload={"batch": 1, **script}, **given
+    )
+    region = region_of(request, 32, offloads=False)
+    judged, nearest = 0, 0.0
+    for at in islice(region.space.all(), 0, None, 23):
+        seconds = region.evaluate(at).seconds
+        if seconds is None:
+            continue
+        judged += 1
+        for level in range(len(LEVELS) + 1):
+            begun = dataclasses.replace(at, **dict.fromkeys(LEVELS[level:]))
+            bound = least_seconds(region.needs, region.space, region.card, begun)
+            assert bound <= seconds * (1 + 1e-9), f"{bound / seconds:.3f}: {begun}"
+        nearest = max(nearest, bound / seconds)
+    assert judged > 50
+    # The bounds say something, too.
+    assert nearest > 0.3

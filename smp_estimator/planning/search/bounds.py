@@ -39,6 +39,7 @@ class Needs:
         layer_elements: of all trained layers, at least.
         summed_bytes: per element, of a gradient on its way to other ranks.
         element_bytes: of a parameter on its way.
+        once_in_pipeline: stages gather their parameters once in a step, and sum their gradients once.
         gathers: of sharded parameters in a backward pass and the forward pass before it, at least.
         tensor_bytes: of one sample, of all tensors that tensor parallelism sums up in forward and backward.
         tensor_bytes_again: of these, the bytes that checkpointing adds.
@@ -61,6 +62,7 @@ class Needs:
     summed_bytes: float = 4.0
     element_bytes: float = 4.0
     gathers: float = 2.0
+    once_in_pipeline: bool = False
     tensor_bytes: float = 0.0
     tensor_bytes_again: float = 0.0
     activation_bytes: float = 0.0
@@ -182,8 +184,9 @@ def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
         again = needs.element_bytes if at.state == "optimizer" else needs.summed_bytes
         sent = sent_bytes("all_gather", replicas, elements * (needs.summed_bytes + again))
         return card.seconds_of_traffic(sent, *space.ring(at, Group.RDP))
-    gathered = elements * (needs.gathers * needs.element_bytes + needs.summed_bytes)
-    passes = space.accumulation * (at.microbatches or 1)
+    is_once = needs.once_in_pipeline and (at.pipeline or 1) > 1
+    gathered = elements * ((1 if is_once else needs.gathers) * needs.element_bytes + needs.summed_bytes)
+    passes = 1 if is_once else space.accumulation * (at.microbatches or 1)
     inside = passes * sent_bytes("all_gather", at.sharded, gathered)
     seconds = card.seconds_of_traffic(inside, *space.ring(at, Group.SHARD))
     copies = replicas // at.sharded

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED
+from smp_config.machine.instances import instance
+from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED, TRAITS
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.memory.device_memory import is_half, summed_bytes
+from smp_estimator.planning.memory.fsdp2 import FSDP2
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Search, SearchRegion
 from smp_estimator.planning.search.heuristic_steps import has_room
 from smp_estimator.planning.search.space import MEMORIES, Configuration, Space
-from smp_estimator.planning.step_time import operations_of_rank, unknown_because
+from smp_estimator.planning.step_time import ASYNC_PART, kernels_of, operations_of_rank, unknown_because
+from smp_estimator.planning.timing.kernels import UPDATED_BYTES
 from smp_records.rate_card import RateCard
 
 if TYPE_CHECKING:
@@ -107,7 +110,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
 
     If the request names a schedule, only that one is included.
     """
-    shape, schedule = request.shape, request.parameters.pipeline
+    shape = request.shape
     return Space(
         world=request.world,
         per_host=request.processes_per_host,
@@ -116,8 +119,18 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         layers=max(1, shape.layers),
         heads=shape.heads,
         memories=MEMORIES[: (3 if offloads else 2) if shape.has_layers else 1],
-        schedules=DOCUMENTED if schedule == DEFAULT_SCHEDULE else (schedule,),
+        schedules=_schedules(request),
     )
+
+
+def _schedules(request: Request) -> tuple[str, ...]:
+    """Return the schedules that a search compares; PyTorch's FSDP2 has none that splits backward for stages of one piece."""
+    named = request.parameters.pipeline
+    if named != DEFAULT_SCHEDULE:
+        return (named,)
+    if request.workload.engine == FSDP2:
+        return tuple(schedule for schedule in DOCUMENTED if not TRAITS[schedule].splits_backward)
+    return DOCUMENTED
 
 
 def plan_of(request: Request, samples: int, at: Configuration) -> Plan:
@@ -196,18 +209,19 @@ def needs_of(request: Request) -> Needs:
             activation_checkpointing=None,
         )
     )
-    speed = alone.time.peak * script.utilisation if alone.time is not None else float("inf")
-    forward, backward = operations_of_rank(alone.request, alone.batches)
-    _, with_again = operations_of_rank(alone.request.changed(activation_checkpointing="each"), alone.batches)
+    way = script.activation_checkpointing or "each"
+    again = alone.request.changed(activation_checkpointing=way)
+    forward, backward, with_again, update = _least_seconds_of(alone, again)
     half = is_half(request.parameters)
     element = 2 if half else 4
     # A layer has four sums in forward and backward, and two more if it is computed again.
     hidden = shape.sequence * shape.hidden * request.activation_element_bytes * shape.layers
     kept = 2 * element
     return Needs(
-        forward=forward / speed,
-        backward=backward / speed,
-        again=(with_again - backward) / speed,
+        forward=forward,
+        backward=backward,
+        again=with_again - backward,
+        update=update,
         elements=shape.parameters if shape.is_trained_whole else 0,
         kept_bytes=kept,
         updated_bytes=8 + OPTIMIZER_BYTES[script.optimizer] - kept,
@@ -215,9 +229,31 @@ def needs_of(request: Request) -> Needs:
         layer_elements=shape.layer_parameters,
         summed_bytes=summed_bytes(request.parameters),
         element_bytes=element,
-        tensor_bytes=4 * hidden,
-        tensor_bytes_again=2 * hidden,
+        once_in_pipeline=script.engine == FSDP2,
+        tensor_bytes=4 * hidden * (ASYNC_PART if script.async_tensor else 1),
+        tensor_bytes_again=2 * hidden * (ASYNC_PART if script.async_tensor else 1),
     )
+
+
+def _least_seconds_of(alone: Plan, again: Request) -> tuple[float, float, float, float]:
+    """Return the seconds of forward, backward, backward with checkpointing, and update that no degree removes, on one GPU.
+
+    Args:
+        alone: plan of one sample on one GPU, without checkpointing.
+        again: the same request with checkpointing.
+    """
+    known = instance(alone.request.instance_type)
+    if alone.time is None or known is None:
+        return 0.0, 0.0, 0.0, 0.0
+    kernels, rates = kernels_of(alone.request, alone.batches, alone.time.peak, known)
+    repeated, _ = kernels_of(again, alone.batches, alone.time.peak, known)
+    if kernels is not None and repeated is not None and rates is not None and known.memory_gb_per_s is not None:
+        update = UPDATED_BYTES * alone.request.shape.parameters / (known.memory_gb_per_s * 1e9 * rates.memory)
+        return kernels.forward, kernels.backward, repeated.backward, update
+    speed = alone.time.peak * alone.request.workload.utilisation
+    forward, backward = operations_of_rank(alone.request, alone.batches)
+    _, with_again = operations_of_rank(again, alone.batches)
+    return forward / speed, backward / speed, with_again / speed, 0.0
 
 
 __all__ = [

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from smp_estimator.planning.request import Request
 
 
+#: Adam reads four and writes three fp32 numbers for each parameter.
+UPDATED_BYTES = 28
+
+
 @dataclass(frozen=True)
 class KernelSeconds:
     """Seconds of a rank's kernels in one optimizer step.
@@ -90,8 +94,8 @@ def kernel_seconds(
     backward += (2 + elementwise_again) * elementwise + 2 * head + loss / 2
     held = shape.parameters / (tensor * stages)
     shards = parameters.sharded_data_parallel_degree
-    # Adam reads four and writes three fp32 numbers. Gathers write bf16 and copy it once more, sums are copied into fp32.
-    update = 28 * held / shards
+    # Gathers write bf16 and copy it once more, sums are copied into fp32.
+    update = UPDATED_BYTES * held / shards
     if shards > 1:
         gathers = 1 if stages > 1 else 2
         passes = 1 if stages > 1 else workload.accumulation * parameters.microbatches
