@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from smp_estimator.numerics.causal_order import common_keys_in_order, time_by_calls
 from smp_estimator.numerics.recorded_run import (
     Drift,
     RecordedRun,
@@ -40,8 +41,6 @@ from smp_records.numerics import (
 _ROUNDINGS, _SUMMED = 16.0, 32.0
 #: An error that is there already may be handed on this many times greater.
 _HANDED_ON = 8.0
-#: Times that an error may have grown from one call of a module to the next.
-_GROWN = 64.0
 #: What is allowed at most, relative to the tensor's norm; twice the tensor is an error of one half.
 _MOST = 0.25
 #: Gradients are compared relative to at least these parts of the root mean square of all: sums that cancel have no size of their
@@ -161,8 +160,8 @@ def compare(one: RecordedRun, other: RecordedRun) -> Comparison:
         ordering = 0 if one.degrees["pp"] <= other.degrees["pp"] else 1
         if one.was_pipeline or other.was_pipeline:
             calls, totals = totals, (without_calls(totals[0]), without_calls(totals[1]))
-            _time_by_calls(totals[ordering], calls[ordering], calls[1 - ordering])
-        keys = _in_order(totals[ordering], totals[1 - ordering])
+            time_by_calls(totals[ordering], calls[ordering], calls[1 - ordering])
+        keys = common_keys_in_order(totals[ordering], totals[1 - ordering])
         found.alone |= set(totals[0]) ^ set(totals[1])
         found.compared += judge.moment(at, totals, keys, found.alone, is_first=first)
         first = False
@@ -177,58 +176,6 @@ def _notes(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
         if differing:
             step, _, rank = min(differing)
             yield f"random numbers differ from step {step} on, first on rank {rank}: that matters where the model has dropout"
-
-
-def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
-    """Set the time of a module with several calls to that of its first call that differs.
-
-    A module that runs between these calls may be the cause of the difference.
-    """
-    ours, theirs = _calls(ordering), _calls(others)
-    for key, found in ours.items():
-        if len(found) < 2 or key not in theirs:
-            continue
-        errors = []
-        for call in found:
-            # The calls of the other run may come in another order: the nearest one counts.
-            distances = [estimate_distance(call.projections, other.projections) for other in theirs[key]]
-            errors.append(min(distances) / (call.norm or 1.0))
-        least = max(errors) / _GROWN
-        for call, error in zip(found, errors, strict=True):
-            if error >= least:
-                made[key].time = call.time
-                break
-
-
-def _calls(totals: Totals) -> dict[TensorKey, list[Total]]:
-    """Return the calls in time order, by module and output tensor."""
-    found: dict[TensorKey, list[Total]] = {}
-    for key, total in sorted(totals.items(), key=lambda item: item[1].time):
-        if key.phase in (OUTPUT, OUTPUT_GRADIENT):
-            found.setdefault(key._replace(nth=key.nth % NUMBERS_OF_CALL), []).append(total)
-    return found
-
-
-def _in_order(ordering: Totals, others: Totals) -> list[TensorKey]:
-    """Return the keys that both runs have, in causal order: by the clock of the run with fewer stages."""
-    forward: dict[str, float] = {}
-    for key in sorted(ordering, key=lambda key: ordering[key].time):
-        if key.phase == OUTPUT:
-            forward.setdefault(key.name, float(len(forward)))
-
-    def module_of(name: str) -> float:
-        while name and name not in forward:
-            name = name.rpartition(".")[0]
-        return forward.get(name, -1.0)
-
-    def place(key: TensorKey) -> tuple[int, float, str, int]:
-        if key.phase in (OUTPUT, OUTPUT_GRADIENT, INPUT):
-            within = ordering[key].time
-        else:
-            within = module_of(key.name.rpartition(".")[0]) * (-1.0 if key.phase == GRADIENT else 1.0)
-        return PHASES.index(key.phase), within, key.name, key.nth
-
-    return sorted(ordering.keys() & others.keys(), key=place)
 
 
 class _Judge:

@@ -75,12 +75,12 @@ def _close_fast_paths(module: nn.Module) -> None:
 
     In evaluation it reads the children's weights, but distributed modules have only a part of them.
     """
-    for layer in module.modules():
-        if not isinstance(layer, nn.TransformerEncoderLayer):
+    for part in module.modules():
+        if not isinstance(part, nn.TransformerEncoderLayer):
             continue
-        has_distributed = any(isinstance(part, DistributedModule) for part in layer.modules())
+        has_distributed = any(isinstance(child, DistributedModule) for child in part.modules())
         if has_distributed:
-            layer.activation_relu_or_gelu = 0
+            part.activation_relu_or_gelu = 0
 
 
 def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
@@ -136,8 +136,7 @@ def get_distribution_axis(param: torch.Tensor) -> int | None:
         >>> smp.utils.get_distribution_axis(next(model.parameters())) is None  # without tensor parallelism
         True
     """
-    models = sessions.current_session().models
-    for model in models:
+    for model in sessions.current_session().models:
         for record in model.registry:
             if record.parameter is param:
                 return record.placement.tensor_axis

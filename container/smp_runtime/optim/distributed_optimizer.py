@@ -181,11 +181,10 @@ class DistributedOptimizer(SavedOptimizer):
     def _give_whole(self, matrices: WholeMatrices | None, *, norms: bool) -> None:
         """Give the inner optimizer what it takes of whole tensors; norms only if ``norms``."""
         self._matrices = matrices
-        inner = self.optimizer
-        if norms and isinstance(inner, TakesNorms):
-            inner.use_norms(self._norms)
-        if isinstance(inner, TakesMatrices):
-            inner.use_matrices(matrices)
+        if norms and isinstance(self.optimizer, TakesNorms):
+            self.optimizer.use_norms(self._norms)
+        if isinstance(self.optimizer, TakesMatrices):
+            self.optimizer.use_matrices(matrices)
 
     def release(self) -> None:
         """Release parameters and state, for a model that is laid out anew; :meth:`take_over` comes next.

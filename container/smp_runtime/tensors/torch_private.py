@@ -228,7 +228,6 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, dict[in
 
 def set_gradient_hooks(tensor: torch.Tensor, computed: dict[int, Any] | None, added: dict[int, Any] | None) -> None:
     """Have autograd run what these dictionaries hold, now and later, so that handles of hooks go on removing them."""
-    # A subclass would otherwise see the assignment as a call of the script's.
     with DisableTorchFunctionSubclass():
         if computed is not None:
             tensor._backward_hooks = computed
