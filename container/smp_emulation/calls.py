@@ -33,9 +33,9 @@ class CoveredCall:
     is_refused: bool = False
 
 
-def answer_with(name: str, does: str, value: Any, is_new: bool = False) -> CoveredCall:
+def answer_with(name: str, does: str, value: Any) -> CoveredCall:
     """Return a covered call that is replaced by ``value``."""
-    return CoveredCall(name, does, lambda original: _own(original, value), is_new)
+    return CoveredCall(name, does, lambda original: _own(original, value))
 
 
 def _own(original: Any, value: Any) -> Any:

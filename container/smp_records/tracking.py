@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from smp_config.errors import ConfigError, show_value, suggest
 from smp_config.formats.values import parse_count, parse_number
@@ -47,14 +47,9 @@ def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     return names
 
 
-def require_packages(names: Iterable[str], is_there: Callable[[str], bool] | None = None) -> None:
-    """Raise ConfigError for a tracker with a package that this Python cannot import.
-
-    Args:
-        is_there: whether a package can be imported; by default, Python's import system decides.
-    """
-    found = is_there or _can_import
-    missing = [PACKAGES[name] for name in names if not found(PACKAGES[name])]
+def require_packages(names: Iterable[str]) -> None:
+    """Raise ConfigError for a tracker with a package that this Python cannot import."""
+    missing = [PACKAGES[name] for name in names if not _can_import(PACKAGES[name])]
     if missing:
         raise ConfigError(
             f"{LOGGERS_VARIABLE} names {', '.join(missing)}, which this Python cannot import; install it before the job starts: "

@@ -169,16 +169,14 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _metadata() -> str:
     try:
-        return str(importlib.metadata.distribution(DISTRIBUTION).read_text("METADATA") or _egg_metadata())
+        files = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         raise CannotTravel(
             f"{DISTRIBUTION} is imported from {_OWN.parent} but is not installed, so its "
             "requirements are unknown; install it with pip, or give image_uri, an image that has the runtime"
         ) from None
-
-
-def _egg_metadata() -> str:
-    return importlib.metadata.distribution(DISTRIBUTION).read_text("PKG-INFO") or ""
+    # An installation as an egg, such as an editable one, has the same under another name.
+    return str(files.read_text("METADATA") or files.read_text("PKG-INFO") or "")
 
 
 def _digest(content: bytes) -> str:

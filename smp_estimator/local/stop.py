@@ -19,6 +19,9 @@ from smp_launch.machine.processes import Process, all_processes, find_descendant
 #: Name of the environment variable that marks every process of a job.
 TOKEN_VARIABLE = "SMP_JOB_TOKEN"
 
+#: For a job's processes to vanish after SIGKILL.
+_KILL_SECONDS = 2.0
+
 
 def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
     """Return the living processes of a job, without zombies.
@@ -33,10 +36,10 @@ def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
     return (found | find_descendants_of(found, everything)) - {os.getpid()}
 
 
-def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0) -> set[int]:
+def kill_job(token: str, sessions: Iterable[int]) -> set[int]:
     """Send SIGKILL to every process of a job until none is left; return those that cannot be ended in time."""
     sessions = set(sessions)
-    deadline = time.monotonic() + deadline_seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     pause = 0.01
     while left := job_processes(token, sessions):
         for pid in left:

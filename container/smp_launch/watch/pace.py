@@ -54,7 +54,7 @@ def read_records(folder: Path) -> dict[int, Seen]:
     return found
 
 
-def compare_records(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:
+def compare_records(before: dict[int, Seen], after: dict[int, Seen]) -> list[PaceRecord]:
     """Return a record of each rank's work between two looks, without ranks that were started again meanwhile."""
     gpus = gpu_shares({seen.pid for seen in after.values() if seen.reading.device_bytes})
     records = []
@@ -65,7 +65,6 @@ def compare_records(before: dict[int, Seen], after: dict[int, Seen], host: str =
         record = record_between(former.reading, seen.reading, rank)
         used = seen.processor_seconds - former.processor_seconds
         more = {
-            "host": host,
             "memory_bytes": seen.memory_bytes,
             "cpu_cores": max(0.0, used) / record.seconds if record.seconds else None,
             "gpu_share": gpus.get(seen.pid),

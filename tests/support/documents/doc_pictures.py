@@ -21,7 +21,7 @@ from smp_estimator.figures.svg import box, legend, picture, text  # noqa: E402
 from smp_estimator.timeline.steps import Block, RankStep, Step  # noqa: E402
 from smp_runtime.pipeline.schedule.simulation import simulate  # noqa: E402
 from support.documents import training_hours  # noqa: E402
-from support.documents.flow_drawing import Box, Flow, Messages  # noqa: E402
+from support.documents.flow_drawing import Box, Flow, Messages, path  # noqa: E402
 from support.ranks.chains import orders, segments  # noqa: E402
 
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c8c8c"
@@ -48,8 +48,7 @@ FLOWS = {
             ("shell", "here", ""),
             ("shell", "cloud", ""),
             ("here", "script", ""),
-            ("cloud", "script", ""),
-            ("script", "pp", ""),
+            *path("cloud", "script", "pp"),
             ("script", "tp", ""),
             ("script", "dp", ""),
         ],
@@ -118,8 +117,7 @@ FLOWS = {
             ("a0", "b0", ""),
             ("a1", "b1", ""),
             ("b0", "sum", ""),
-            ("b1", "sum", ""),
-            ("sum", "y", ""),
+            *path("b1", "sum", "y"),
         ],
     ),
     "sharded-data-parallelism": Flow(
@@ -166,14 +164,9 @@ FLOWS = {
             "m": Box(4, 1, "model/recipe.py", PINK),
         },
         [
-            ("e", "r", ""),
-            ("r", "p", ""),
-            ("p", "t", ""),
-            ("t", "c", ""),
+            *path("e", "r", "p", "t", "c"),
             ("l", "k", "mpirun"),
-            ("k", "s", ""),
-            ("s", "j", ""),
-            ("j", "m", ""),
+            *path("k", "s", "j", "m"),
         ],
     ),
     "walk-gradient": Flow(
@@ -191,14 +184,11 @@ FLOWS = {
             "d": Box(3, 2, "optim/|distributed_optimizer.py", ORANGE),
         },
         [
-            ("b", "h", ""),
-            ("h", "g", ""),
+            *path("b", "h", "g"),
             ("g", "c", "reduce-scatter"),
             ("w", "p", ""),
             ("p", "c", "all-reduce"),
-            ("f", "o", ""),
-            ("o", "m", ""),
-            ("m", "d", ""),
+            *path("f", "o", "m", "d"),
         ],
     ),
     "walk-checkpoint": Flow(
@@ -214,12 +204,8 @@ FLOWS = {
             "m": Box(3, 1, "files/manifest.py", ORANGE),
         },
         [
-            ("f", "s", ""),
-            ("s", "p", ""),
-            ("p", "t", ""),
-            ("r", "w", ""),
-            ("w", "a", ""),
-            ("a", "m", ""),
+            *path("f", "s", "p", "t"),
+            *path("r", "w", "a", "m"),
             ("m", "t", "commit"),
         ],
     ),

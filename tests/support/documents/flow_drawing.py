@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -26,6 +27,11 @@ class Box:
     def lines(self) -> list[str]:
         """What is written into it."""
         return self.words.split("|")
+
+
+def path(*names: str) -> list[tuple[str, str, str]]:
+    """Arrows from each box to the next, with no words beside them."""
+    return [(one, other, "") for one, other in itertools.pairwise(names)]
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ def given_arguments(kind: Any) -> Callable[..., dict[str, Any]]:
     return bind
 
 
-def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mapping[str, Any]:
+def rotary_settings(config: Any, head_size: int) -> Mapping[str, Any]:
     """Return the rotary embedding of a configuration; Transformers computes any scaling of its frequencies.
 
     Raises:
