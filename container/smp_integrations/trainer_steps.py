@@ -324,6 +324,7 @@ def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
         return _joined_tensor(value.outputs, sizes, parts)
     if isinstance(value, Mapping):
         joined = {name: _joined(part, sizes, parts) for name, part in value.items()}
+        # Of the same type: Transformers' outputs are read as attributes too.
         return type(value)(joined)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
         return type(value)([_joined(part, sizes, parts) for part in value])

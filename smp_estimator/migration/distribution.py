@@ -40,8 +40,10 @@ def strategy_of(node: ast.AST | None, values: Values) -> str:
     ``pytorchddp``, ``pytorchxla``, ``mpi``, ``none``, or ``unknown`` if only a run knows.
     """
     node = values.resolve(node)
-    is_empty = is_literal(node) and not literal_value(node)
-    if node is None or is_empty:
+    if node is None:
+        return "none"
+    # None, or an empty dictionary.
+    if is_literal(node) and not literal_value(node):
         return "none"
     parts = _items(node)
     if parts is None:

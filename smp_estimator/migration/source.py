@@ -279,8 +279,8 @@ def _is_only_one_of_block(node: ast.stmt, parent: ast.AST | None) -> bool:
     # A module may be empty, a block may not.
     if parent is None or isinstance(parent, ast.Module):
         return False
-    blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)]
-    return [node] in blocks
+    fields = [value for _, value in ast.iter_fields(parent)]
+    return [node] in fields
 
 
 def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -178,15 +178,17 @@ class InStockImage(_SDK):
         if self._process_mode:
             return PROCESS_IMAGE
         chosen = self._stock_image
-        if (
-            self.image_uri
-            or chosen is None
-            or chosen.image.by_name
-            or self.framework_version != chosen.framework_version
-        ):
-            with self._not_as_original():
-                return super().training_image_uri(region)
-        return chosen.address(region or self.sagemaker_session.boto_region_name, self._get_instance_type())
+        if self.image_uri or chosen is None:
+            return self._image_uri_of_sdk(region)
+        # A script may have set another version since.
+        if chosen.image.by_name or self.framework_version != chosen.framework_version:
+            return self._image_uri_of_sdk(region)
+        where = region or self.sagemaker_session.boto_region_name
+        return chosen.address(where, self._get_instance_type())
+
+    def _image_uri_of_sdk(self, region: str | None) -> Any:
+        with self._not_as_original():
+            return super().training_image_uri(region)
 
     @contextmanager
     def _not_as_original(self) -> Iterator[None]:

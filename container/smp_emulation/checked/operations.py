@@ -222,9 +222,10 @@ class _DeviceCall:
         mixes = self.func._schema.name.startswith(_MIXES) or self.func.overloadpacket in _LIKE
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
+            if number == self.number:
+                continue
             may_be_on_host = mixes or not tensor.ndim
-            is_allowed_on_host = number is None and may_be_on_host
-            if number == self.number or is_allowed_on_host:
+            if number is None and may_be_on_host:
                 continue
             other = "cpu" if number is None else f"cuda:{number}"
             raise CudaCallError(

@@ -251,7 +251,8 @@ class FailureCollector:
     ) -> bool:
         """Return whether a rank's death by a signal has caused the failures that other ranks reported."""
         rank, number = death
-        if any(record.rank == rank for record in self.records):
+        reporters = {record.rank for record in self.records}
+        if rank in reporters:
             return False
         if number in _FIRST_CAUSES:
             return True

@@ -160,10 +160,10 @@ def _standing(thread: Thread, wait: Waiting | None) -> tuple[Standing, str]:
     frame = _significant(thread)
     if frame is None or _is_in_script(thread):
         return Standing.SCRIPT, _doing(thread)
+    if wait is not None or not is_ours(frame.file):
+        return Standing.WAITING, ""
     # Without a wait that was announced, this library's code computes: other ranks may wait for this one.
-    if wait is None and is_ours(frame.file):
-        return Standing.SCRIPT, f"is in this library's {frame.function}"
-    return Standing.WAITING, ""
+    return Standing.SCRIPT, f"is in this library's {frame.function}"
 
 
 def _doing(thread: Thread) -> str:

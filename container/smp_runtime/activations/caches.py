@@ -79,6 +79,7 @@ def _has_tokens(cache: Any, layer: int) -> bool:
     count = getattr(cache, "get_seq_length", None)
     if count is not None and int(count(layer)) > 0:
         return True
+    # Caches of state space models have no tokens, but a state.
     state = getattr(cache, "has_previous_state", None)
     return callable(state) and bool(state(layer))
 

@@ -197,6 +197,7 @@ class EightBitLayers:
         """Take the greatest numbers of all ranks after an outermost context that has recorded some."""
         if not window.is_used or not window.records:
             return
+        # Gradients follow after backward.
         if window.recipe.reduce_amax:
             self._reduce(group, (INPUT, WEIGHT))
         self._is_recorded, self._are_gradients_reduced = True, False

@@ -234,6 +234,7 @@ def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
         if not isinstance(hooks, dict) or not isinstance(kept, dict):
             continue
         foreign = {key: hook for key, hook in hooks.items() if not _is_own(hook)}
+        # Those that are there stay at their places: hooks run in this order.
         for key, hook in foreign.items():
             kept.setdefault(key, hook)
 

@@ -207,6 +207,7 @@ class ReadByOthers(DistributedModule):
         where = self.__dict__.get("tensor_slices", {}).get(name)
         if where is None or value is None:
             return value
+        # Code for the library's own classes knows that they hold parts.
         if not self.replaced_class or self.tensor_group.size == 1:
             return value
         is_part = tuple(value.shape) == where.local_shape

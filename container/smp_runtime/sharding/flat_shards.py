@@ -121,8 +121,9 @@ class FlatShards(Generic[Unit]):
         used = self.script_gradients.deliver(unit, reduced, used)
         for parameter, fragment, is_used in zip(unit.parameters, unit.fragments, used, strict=True):
             shard = self.optimizer_shards[parameter]
+            # This rank updates no part of such a parameter.
             if shard is None or fragment is None:
-                continue  # other ranks update it
+                continue
             if is_used:
                 shard.reduced = unit.slice_of(reduced, fragment)
 

@@ -186,6 +186,7 @@ class ModuleUses:
                 return "parameters are fetched in parts, of what is larger than half of sdp_max_live_parameters or shares some"
         if any(REGISTERED in part.__dict__ for part in inside):
             return "a module inside uses parameters of another, by smp.register_parameter"
+        # From here on nothing refuses: a block must not lose a part of its hooks.
         for part in inside:
             for handle in self._hooks.pop(id(part), ()):
                 handle.remove()

@@ -113,7 +113,7 @@ class _Planner:
         if own:
             self._take(module, name, own, together=False)
         for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
+            path = f"{name}.{child_name}".lstrip(".")
             if _is_experts(child_name, child) and not is_root:
                 self._take_experts(module, child, path)
             self.visit(child, path)

@@ -44,6 +44,7 @@ class SharedInput:
         if group.size == 1 or not is_trained:
             return x
         last = self._last
+        # A second call with the same tensor would sum its gradients by a second collective.
         if last is None or last[0] is not x:
             last = (x, collectives.use_replicated(x, group))
             self._last = last

@@ -26,8 +26,9 @@ class SharedStatistics(DuringCalls):
         kwargs = kwargs or {}
         if func in (F.layer_norm, F.rms_norm):
             return self._normed(func is F.layer_norm, *args, **kwargs)
-        if func not in _MEANS and func not in _VARIANCES:
+        if func not in (*_MEANS, *_VARIANCES):
             return func(*args, **kwargs)
+        # Only the last axis is divided over the ranks.
         if not _is_over_last(*args, **kwargs):
             return func(*args, **kwargs)
         if func in _MEANS:

@@ -177,6 +177,7 @@ def is_deferrable(weight: object) -> bool:
         return False
     if not weight.is_leaf or not weight.requires_grad:
         return False
+    # Such a hook sees the gradient on its way to the weight, and may replace it.
     if weight._backward_hooks:  # noqa: SLF001 - PyTorch has no public list of them
         return False
     hooks = weight._post_accumulate_grad_hooks or {}  # noqa: SLF001 - likewise

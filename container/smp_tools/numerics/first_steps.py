@@ -190,7 +190,10 @@ def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> boo
         allows_masks: whether numbers may be as small as they like: -inf, or the least number, in an attention mask.
     """
     ranged = [tensor.detach() for tensor in tensors if _has_range(tensor)]
-    greatest = [tensor.aminmax()[1] for tensor in ranged] if allows_masks else _greatest_magnitudes(ranged)
+    if allows_masks:
+        greatest = [tensor.aminmax()[1] for tensor in ranged]
+    else:
+        greatest = _greatest_magnitudes(ranged)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in greatest:
         by_device.setdefault(each.device, []).append(each)

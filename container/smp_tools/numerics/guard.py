@@ -141,6 +141,7 @@ class UpdateGuard:
         """Record the result of a module without submodules."""
         step = self._session.ranks.step
         is_trained = torch.is_grad_enabled() and not step.is_tracing
+        # In a backward pass, checkpointed regions call their modules again.
         if not is_trained or backward_pass() != -1:
             return
         for tensor in argument_tensors(result)[:1]:

@@ -115,6 +115,7 @@ class EmulatedEvent:
         with self.devices.lock:
             stream.lane.clock.join(self._clock)
             recorded = self._item
+            # An event that was never recorded holds nothing up, as in CUDA.
             if recorded is not None and not recorded.done:
                 self.devices.queue(stream.lane, None, "Event.wait", (recorded,))
 

@@ -110,8 +110,9 @@ class PlainRecorder:
             self._meet(module, args, kwargs)
         if self._has_state or not torch.is_grad_enabled():
             return
-        is_model = any(model.module is module for model in self._models)
-        if is_model:
+        models = [model.module for model in self._models]
+        # By identity: a module may define an equality of its own.
+        if any(model is module for model in models):
             self._has_state = True
             self._note_state()
 
