@@ -37,6 +37,7 @@ JSON_ARGUMENTS_VARIABLE = "SMP_JSON_ARGUMENTS"
 #: Endings of entry points that the launcher starts: with Python, with bash.
 SCRIPT_SUFFIXES = (".py", ".sh")
 
+#: Names that hyperparameters of the SDK have.
 MP_PARAMETERS = "mp_parameters"
 MPI_ENABLED = "sagemaker_mpi_enabled"
 MPI_PROCESSES = "sagemaker_mpi_num_of_processes_per_host"
@@ -374,4 +375,4 @@ def decoded_hyperparameter(value: Any) -> Any:
     try:
         return strict_json.parse(value)
     except ValueError:
-        return value
+        return value  # text that the user has written without quotes

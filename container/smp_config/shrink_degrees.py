@@ -10,6 +10,7 @@ from smp_config.topology import Group
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
 
+#: The degrees, in the order ``pp, tp, sharded, cp``.
 _DEGREES = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
@@ -68,7 +69,7 @@ def _with_degrees(
         found = type(parameters).from_mp_parameters(given)
         topology = found.topology(ranks)
     except ConfigError:
-        return None
+        return None  # these degrees do not fit to each other, or to the ranks
     # Replicas without a gradient reduction between them would train apart.
     return found if found.ddp or topology.size(Group.DP) == 1 else None
 

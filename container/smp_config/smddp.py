@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Name of the backend of ``torch.distributed``.
 BACKEND = SMDDP
 
+#: Variables with the sizes of the data parallel library's buffers.
 SCRATCH_VARIABLE = "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES"
 SORT_VARIABLE = "SMDDP_AG_SORT_BUFFER_SIZE_BYTES"
 
@@ -27,6 +28,7 @@ BUFFER_GRAIN = 8192
 
 _MOST_BYTES = 2**50
 
+#: What the buffers have if their variables are not set.
 DEFAULT_SCRATCH_BYTES = 16 * 1024 * 1024
 DEFAULT_SORT_BYTES = 128 * 1024 * 1024
 

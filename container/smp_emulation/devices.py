@@ -18,6 +18,7 @@ from smp_emulation.errors import CudaCallError, make_refusal
 
 CPU = torch.device("cpu")
 
+#: What ``torch.cuda.get_device_name()`` returns.
 NAME = "CPU (emulated CUDA device)"
 
 #: That of an A100: what scripts and libraries then choose (bfloat16, TF32) the CPU has, too.

@@ -62,6 +62,7 @@ _ALSO_IN = {
     "torch.cuda.amp.common": ("torch.amp.grad_scaler", "torch.cuda.amp", "torch.cuda.amp.autocast_mode"),
 }
 
+#: Stands for a name that a module does not have; None may be a value.
 _ABSENT = object()
 _replaced: list[tuple[Any, str, Any]] = []
 _bare_numbers = BareNumbers()
@@ -159,7 +160,7 @@ def _owner(way: str) -> Any:
     try:
         return importlib.import_module(way)
     except ImportError:
-        pass
+        pass  # a class, or a module that this release lacks
     parent, _, name = way.rpartition(".")
     owner = _owner(parent) if parent else None
     return getattr(owner, name, None)

@@ -10,6 +10,7 @@ from smp_records import rank_record
 #: Faults of a job, separated by semicolons.
 VARIABLE = "SMP_FAULTS"
 
+#: Moments of a step in which a fault may happen.
 _PHASES = (
     rank_record.FORWARD,
     rank_record.BACKWARD,
@@ -32,6 +33,8 @@ KINDS = {
 }
 
 _NUMBERS = {"rank": int, "step": int, "restart": int, "seconds": float, "bytes": int}
+
+#: Shown in error messages.
 _EXAMPLE = "kill@rank=2,step=30,phase=backward"
 
 

@@ -55,6 +55,7 @@ _KIND_OF = {
     SAVE: time_breakdown.SAVE,
 }
 
+#: Begins a record; another version of the layout has another number.
 _MAGIC = b"smp-at-4"
 _HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
 # When, steps begun, microbatch, phase, how it has left, long phase and its end.
@@ -66,7 +67,10 @@ _TIMES = struct.Struct("<dd")  # how waits and calls begin
 _WHEN = struct.Struct("<d")  # how all three begin
 _CELL = struct.Struct("<H")
 
+#: Where the parts of a record begin.
 _STATE_AT, _PACE_AT, _WAITS_AT = 64, 128, 512
+
+#: How many waits, calls and cells a record holds, and the bytes of a cell.
 _WAITS, _CALLS, _CELLS, _CELL_BYTES = 32, 128, 480, 256
 _CALLS_AT = _WAITS_AT + _WAITS * _WAIT.size
 _CELLS_AT = (_CALLS_AT + _CALLS * _CALL.size + 255) // 256 * 256

@@ -62,7 +62,7 @@ def _can_import(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
-        return False
+        return False  # of a package inside another one that is missing
 
 
 def log_every(environ: Mapping[str, str]) -> int:

@@ -10,6 +10,7 @@ from smp_config.error_codes import FAMILIES, Code, catalogue
 from smp_config.errors import suggest
 from smp_estimator.cli.console import console
 
+#: The command's name.
 PROGRAM = "smp-estimator"
 
 #: By shell, the line of its start-up file that reads what the command prints.

@@ -36,6 +36,7 @@ from smp_estimator.cli.help import completion, explain
 from smp_estimator.cli.manifest import manifest
 from smp_estimator.sdk.installed import SDKMissing
 
+#: Instance types that stand for this machine.
 LOCAL_TYPES = ("local", "local_gpu")
 
 #: Blocks of different hosts are not compared more finely than this part of a step without a word of caution.

@@ -49,6 +49,7 @@ FINDER = "torch_sagemaker_finder"
 #: Written beside the packages: each Python that the script starts runs it, and so finds version 2.
 _SITE_CUSTOMIZE = f"import {FINDER}\n\n{FINDER}.run_hidden(__file__)\n"
 
+#: The oldest versions that the runtime supports.
 _PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 4)
 

@@ -16,6 +16,7 @@ from smp_records.records import parse_pace, parse_progress, parse_usage
 if TYPE_CHECKING:
     from smp_estimator.progress import Event
 
+#: Where the platform writes the output of training jobs.
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 #: Seconds between two questions for new lines and for the job's status.
@@ -27,8 +28,10 @@ _TICK_SECONDS = 0.25
 #: Lines may reach the log after the job's end; it is read once more after this long.
 _LATE_SECONDS = 2.0
 
+#: States in which a job does not change any more.
 ENDED = ("Completed", "Failed", "Stopped")
 
+#: In the name of a log stream, the host and its number.
 _HOST = re.compile(r"/(algo-(\d+))(?:-|$)")
 
 

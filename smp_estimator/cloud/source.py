@@ -34,6 +34,7 @@ PROGRAM = "_smp_entry.py"
 #: Hyperparameter that names the user's script; of the platform's prefix, so that scripts never see it as an argument.
 USER_PROGRAM = entry.USER_PROGRAM
 
+#: This package's name for pip.
 DISTRIBUTION = "smp-estimator"
 
 #: Read by a Python into which the wheel is installed; it has ``torch.sagemaker`` found.
@@ -51,6 +52,7 @@ _IN_ANY_VERSION = frozenset({"mpi4py"})
 #: The date of every file in the archive, the earliest that a zip file can hold.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
+#: The file WHEEL of a wheel without compiled code.
 _TAGS = "Wheel-Version: 1.0\nGenerator: smp-estimator\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 

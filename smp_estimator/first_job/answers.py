@@ -20,6 +20,7 @@ STRATEGIES = {
     "tensor": "tensor parallelism: each rank has a part of every layer",
 }
 
+#: The instance type that stands for processes of this machine.
 LOCAL = "local"
 
 

@@ -28,6 +28,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 #: Where a job's script lies, with version 2 of the SDK and with version 3.
 _CODE = re.compile(r"/opt/ml/(?:code|input/data/code)/")
 
+#: The code at the end of this library's messages.
 _ERROR_CODE = re.compile(r"\[(SMP\d{3})\]")
 
 #: Lines of a reason without a traceback, and characters of one.

@@ -19,6 +19,7 @@ LOCAL_TYPES = ("local", "local_gpu")
 #: Stands for the image that the service expects; job names begin with its last part.
 PROCESS_IMAGE = f"local/smp-process:{__version__}"
 
+#: The SDK asks for a role, which processes of this machine do not use.
 _NO_ROLE = "arn:aws:iam::000000000000:role/none"
 
 

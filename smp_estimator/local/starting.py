@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 #: The jobs that this interpreter has started, by name, whichever session started them.
 STARTED: dict[str, ProcessJob] = {}
 
+#: Names that the service accepts.
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 
 #: Errors of making a folder without permission, on a read-only disk, or below a file.

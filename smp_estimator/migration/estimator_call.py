@@ -115,6 +115,7 @@ _WITHOUT_PLACE = {
 #: Where these are left out or off, nothing is lost.
 _OFF = {"debugger_hook_config": False, "disable_profiler": True, "enable_sagemaker_metrics": False, "rules": None}
 
+#: Instance types of local mode.
 _LOCAL = ("local", "local_gpu")
 
 #: The limit of SDK v2, where none is given; that of SDK v3 is an hour.

@@ -54,6 +54,7 @@ _SESSION_WITHOUT_PLACE = {
     "endpoint_from_model_data": "see sagemaker.serve.ModelBuilder",
 }
 
+#: Full names of the SDK's session.
 _SESSIONS = ("sagemaker.Session", "sagemaker.session.Session")
 
 

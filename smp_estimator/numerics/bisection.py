@@ -35,6 +35,7 @@ from smp_records.numerics import (
 if TYPE_CHECKING:
     from smp_estimator.numerics.recorded_run import RecordedRun, TensorKey
 
+#: Names the folder of a job's checkpoints.
 _CHECKPOINT_VARIABLE = "SMP_CHECKPOINT_DIR"
 
 

@@ -51,6 +51,7 @@ _UPDATE_RATIO = 1.5
 #: Of numbers that must be equal.
 _EXACT = 1e-9
 
+#: Phases in which a tensor is a rank's state, not the result of a call.
 _STATE = (WEIGHT, BUFFER, GRADIENT, UPDATE)
 
 

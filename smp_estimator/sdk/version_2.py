@@ -28,6 +28,7 @@ from botocore.exceptions import NoCredentialsError  # noqa: E402
 # The warning announces SDK v3 on every import; this package is made for v2 on purpose.
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
 
+#: Stands for the end of credentials that do not expire.
 _NEVER = datetime(9999, 1, 1, tzinfo=timezone.utc)
 
 

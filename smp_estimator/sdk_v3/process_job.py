@@ -38,6 +38,7 @@ PROCESS_IMAGE = f"local/smp-process:{__version__}"
 #: What a job without a limit says; on this machine it is not ended for that one.
 _NO_LIMIT_SECONDS = 24 * 60 * 60
 
+#: Characters of a job's name, as in the service.
 _LONGEST_NAME = 63
 
 #: What a channel says of itself, and of where it lies.

@@ -12,6 +12,7 @@ from smp_config.recovery import INTERVAL_VARIABLE, MEMORY_VARIABLE, MOST_RESTART
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
 
+#: The only key of ``memory_checkpoint={…}``.
 _STEPS = "steps"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+#: Limits of a search through imported files, so that it is quick in any folder.
 _MOST_SCRIPTS = 200
 _LARGEST_SCRIPT_BYTES = 1_000_000
 

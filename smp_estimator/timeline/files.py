@@ -16,6 +16,7 @@ from smp_records.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, pa
 if TYPE_CHECKING:
     from smp_records.timeline import RankTimeline
 
+#: Names of the files that ranks write, and of archives around them.
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")
 
@@ -23,6 +24,7 @@ _ARCHIVES = ("*.tar.gz", "*.tgz")
 _LARGEST = 1 << 28
 _LARGEST_ARCHIVE = 1 << 30
 
+#: Bytes of one read.
 _PIECE = 1 << 19
 
 

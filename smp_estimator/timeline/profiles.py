@@ -24,6 +24,7 @@ from smp_records.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, V
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline
 
+#: Names of the files that ranks write.
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 #: Bytes of a rank's trace when it is unpacked.
 _LARGEST = 1 << 31

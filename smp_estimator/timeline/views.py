@@ -15,6 +15,7 @@ from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, colour_axes, f
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
 
+#: What legends call the kinds of actions.
 KIND_WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step function"}
 
 #: Chrome's names for blue, orange and grey; Perfetto chooses its own colours.
@@ -35,6 +36,7 @@ _WIDE_ENOUGH = 0.012
 #: Blocks of one microbatch that lie this close (part of the step) carry one number.
 _TOUCHING = 0.002
 
+#: Part of a lane's height that its blocks fill.
 _LANE = 0.82
 
 

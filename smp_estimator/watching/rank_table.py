@@ -79,6 +79,7 @@ def rows_of(records: Iterable[PaceRecord]) -> list[RankRow]:
     return rows
 
 
+#: The columns, and those with words in place of numbers.
 _HEADS = "rank host stage step ms/step compute waiting comm. data saving memory CPU GPU".split()
 _WORDS = {"host"}
 

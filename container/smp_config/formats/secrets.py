@@ -19,6 +19,7 @@ MASK = "***"
 #: Words of a name, as in ``api_key``, ``apiKey`` or ``API-KEY``.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
+#: Words in a name that mark its value as a secret.
 _SECRET_WORDS = frozenset(
     """apikey auth authorization bearer credential credentials key keys passphrase passwd password passwords pat pwd secret
     secrets token tokens""".split()

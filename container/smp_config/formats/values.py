@@ -94,6 +94,7 @@ def parse_number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
+    # "nan" and "inf" are numbers to Python.
     return value if math.isfinite(value) else None
 
 

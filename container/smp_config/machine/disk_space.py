@@ -45,7 +45,7 @@ def has_room(folder: Path, needed: int) -> bool:
     try:
         about = os.statvfs(folder)
     except OSError:
-        return True
+        return True  # the write itself fails if there is no room
     has_bytes = about.f_bavail * about.f_frsize >= needed
     # A file system that does not count files, such as btrfs, reports 0 of 0.
     has_files = about.f_favail > 0 or not about.f_files

@@ -18,6 +18,7 @@ from typing import Any
 from smp_config.errors import ConfigError
 from smp_config.machine.gpus import Gpu, gpu
 
+#: Units of memory.
 MIB = 2**20
 GIB = 2**30
 

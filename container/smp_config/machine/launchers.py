@@ -59,6 +59,7 @@ class LauncherTraits:
     meeting_remedy: str = ""
 
 
+#: What error messages recommend.
 _OUR_COMMAND = "smp-launch run SCRIPT"
 
 #: By launcher, its traits; those that may start others come later.

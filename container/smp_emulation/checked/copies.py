@@ -11,6 +11,7 @@ from smp_emulation.checked.streams.memory import StoragePlace, view_of
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
 
+#: PyTorch's own operations.
 _aten = torch.ops.aten
 
 

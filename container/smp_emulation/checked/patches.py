@@ -7,6 +7,7 @@ from typing import Any
 
 from smp_records.script_lines import is_runtime_module
 
+#: Stands for a name that an object does not have; None may be a value.
 _MISSING = object()
 
 

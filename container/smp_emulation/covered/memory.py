@@ -113,6 +113,7 @@ def _processes(device: Any = None) -> str:
     return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {allocated_bytes(device) / 2**20:>12.3f} MB memory (emulated)"
 
 
+#: By device: the part of its memory that a script has allowed this process.
 _fraction: dict[int, float] = {}
 
 

@@ -60,6 +60,7 @@ def _profile_of_cpu(original: Any) -> Any:
     return made
 
 
+#: Settings of tunable operations that a script has made, by name.
 _tuned: dict[str, Any] = {}
 
 

@@ -27,6 +27,7 @@ FACTORIES = """
     torch.Tensor.new_zeros
 """.split()
 
+#: Begins the names of CUDA's tensor types, such as ``torch.cuda.FloatTensor``.
 _TYPE_PREFIX = "torch.cuda."
 
 

@@ -25,6 +25,8 @@ _TENSORS_PER_LAUNCH = (110, 64, 48, 36, 30)
 _ELEMENTS_PER_LAUNCH = 320 * 65536
 
 _aten = torch.ops.aten
+
+#: Operations that read a part of their first argument only.
 _READS_ROWS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index}
 _WITHOUT_KERNEL = {
     *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided),

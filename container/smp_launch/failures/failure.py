@@ -166,7 +166,7 @@ class FailureCollector:
             try:
                 record = FailureRecord.model_validate_json(path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
-                continue
+                continue  # the rank was killed while it wrote
             whole[record.rank] = record
         self.records = [r for r in self.records if r.rank not in whole] + list(whole.values())
 
@@ -424,4 +424,4 @@ def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return str(number)
+        return str(number)  # real-time signals have no names in Python

@@ -19,9 +19,11 @@ from pathlib import Path
 #: Names the folder that the hosts of one machine share.
 STATUS_VARIABLE = "SMP_LAUNCH_STATUS_DIR"
 
+#: Files in a shared folder: locked while the leader runs, and how it ended.
 _LEADER_LOCK = "leader.lock"
 _STATUS = "leader.json"
 
+#: Names of private folders, and of the file in them that is locked while they are used.
 _PREFIX = "smp-launch-"
 _LOCK = "in-use"
 
@@ -113,7 +115,7 @@ class StatusDir:
         except BlockingIOError:
             return True
         except OSError:
-            return False
+            return False  # no host has ever waited there
         return False
 
     def _host_lock(self, host: str) -> Path:

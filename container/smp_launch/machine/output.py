@@ -16,8 +16,11 @@ STARTED_PREFIX = "smp-started "
 #: Never shown.
 ENDED_PREFIX = "smp-ended "
 
+#: What mpirun puts before a line of output: the rank, and the stream.
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>:")
 _TAG_START = re.compile(rb"\[[\d,]*(\](<[a-z]*>?)?)?")
+
+#: Stands for the number of the rank in lines without a tag.
 _UNTAGGED = -1
 
 #: A tag may arrive in two pieces; none is longer than this many bytes.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Of ``prctl``: orphans become children of this process.
 _PR_SET_CHILD_SUBREAPER = 36
 
 #: Of a process that has begun to end, in the flags of its ``/proc/PID/stat`` (PF_EXITING in Linux's sched.h).
@@ -27,7 +28,7 @@ def adopt_orphans() -> bool:
     try:
         return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     except (OSError, AttributeError):
-        return False
+        return False  # not on Linux
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass
+                pass  # it has ended meanwhile
         # Killed processes vanish within a tick; new ones that a dying parent just started are seen next time.
         time.sleep(0.01)  # the system would notify a parent, but not all of them are children
     return left

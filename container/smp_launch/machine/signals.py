@@ -11,6 +11,7 @@ from smp_launch.machine.processes import kill_descendants
 #: With value 1, standard input is a pipe that ends when the parent dies.
 LIFELINE_VARIABLE = "SMP_LAUNCH_LIFELINE"
 
+#: Signals that ask the job to stop.
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -64,7 +65,7 @@ class StopRequests:
         try:
             data = os.read(self._read, 4096)
         except BlockingIOError:
-            return []
+            return []  # none has come
         return [signal.Signals(number).name for number in data if number in _STOPPING]
 
     def job_has_ended(self) -> None:

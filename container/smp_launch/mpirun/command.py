@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 #: Names an mpirun to use instead of the one found.
 MPIRUN_VARIABLE = "SMP_LAUNCH_MPIRUN"
 
+#: In what ``mpirun --version`` prints.
 _VERSION = re.compile(r"\(Open MPI\) (\d+)\.(\d+)")
 
 #: Bytes of one word of a command line or one variable, with the byte that ends it (MAX_ARG_STRLEN of Linux).
@@ -78,6 +79,7 @@ class Dialect:
     translated: Mapping[MpiOption, MpiOption]
 
 
+#: Without copies between processes by the kernel, which containers often do not allow.
 _NO_SINGLE_COPY_4 = MpiOption("mca", "btl_vader_single_copy_mechanism", "none")
 _NO_SINGLE_COPY_5 = MpiOption("mca", "smsc", "^cma,knem,xpmem")
 

@@ -8,12 +8,14 @@ import socket
 import struct
 from typing import Any
 
+#: Bytes of a message, in front of it.
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 #: Bytes of a message at most: an environment and the names of some thousand modules are far below it.
 _MOST_BYTES = 64 * 2**20
 
+#: Descriptors of files in one message, at most.
 _MOST_DESCRIPTORS = 8
 
 

@@ -285,7 +285,7 @@ def _rest() -> Iterator[int]:
         try:
             yield os.waitstatus_to_exitcode(os.wait()[1])
         except ChildProcessError:
-            return
+            return  # none is left
 
 
 def _ignore_stop_signal() -> None:

@@ -36,6 +36,7 @@ _RETRY_AFTER = 0.2
 #: Seconds for a connection to end after its output has ended, so that its reason is known.
 _END_PATIENCE = 0.2
 
+#: Read from a pipe at once.
 _READ_BYTES = 1 << 16
 
 #: Kept bytes of a line without an end, and characters of a host's output that the error shows.
@@ -104,7 +105,7 @@ class _Connection:
             try:
                 process.wait(_END_PATIENCE)
             except subprocess.TimeoutExpired:
-                pass
+                pass  # then without the reason
             self._kill(process)
             if said := _last_line(_available(process.stderr)):
                 self.last_error = said
@@ -122,7 +123,7 @@ class _Connection:
                 try:
                     pipe.close()
                 except OSError:
-                    pass
+                    pass  # what was still buffered has no reader any more
         self._kill(process)
 
     @staticmethod
@@ -272,7 +273,7 @@ class RemoteHosts:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                pass
+                pass  # the deadline is one for all hosts
 
 
 def hosts_patience(environ: Mapping[str, str]) -> float:

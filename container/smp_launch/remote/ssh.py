@@ -37,6 +37,7 @@ TRUSTED_VARIABLE = "SMP_LAUNCH_TRUSTED_ADDRESSES"
 #: Seconds for ssh's server to listen.
 _SERVER_PATIENCE = 10.0
 
+#: Seconds between two looks for the server's start, and for the leader's address.
 _LOOK_EVERY = 0.02
 _ASK_EVERY = 0.1
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 #: Seconds that the leader may take to start after a worker on the same machine has.
 LEADER_PATIENCE = 120.0
 
+#: Seconds between two looks for what the leader leaves.
 _LOOK_EVERY = 0.1
 
 #: Seconds beyond the ranks' own grace, for the leader to end.

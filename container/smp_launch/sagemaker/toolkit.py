@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DOWNLOAD = "download"
 _REQUIREMENTS = "requirements"
 
+#: The packages that the toolkit installs before the script runs.
 _REQUIREMENTS_FILE = "requirements.txt"
 #: With it the code is a package, which the toolkit installs.
 _PACKAGE_FILE = "setup.py"

@@ -16,6 +16,7 @@ from smp_launch.sagemaker.platform_files import text_of
 #: Names the base folder.
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
 
+#: The base folder in a container of the platform.
 DEFAULT_BASE = "/opt/ml"
 
 #: Names the folder of the user's files if it is not ``code`` below the base: a job of SDK v3 has a channel for it.

@@ -59,6 +59,7 @@ _LEFTOVER_PATIENCE = 10.0
 #: Seconds without a byte that mpirun may take to end after all ranks have ended well, and all that they had started.
 _MPIRUN_END_PATIENCE = 30.0
 
+#: Read from a pipe at once.
 _READ_BYTES = 1 << 16
 
 #: Exit codes for a stop that the script did not turn into a success, as a shell has them.
@@ -454,7 +455,7 @@ def write(data: bytes, descriptor: int, patience: float = _READER_PATIENCE) -> N
             if not writable.poll(patience * 1000):
                 return
         except OSError:
-            return
+            return  # the reader of this process's output is gone
 
 
 def write_own_line(text: str) -> None:

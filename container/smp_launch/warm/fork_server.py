@@ -238,7 +238,7 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
                     messages.send(connection, {"refused": ""})
                 report = told.get("report")
             except (OSError, EOFError, ValueError, AttributeError):
-                continue
+                continue  # that wrapper has ended, or is none
         if report is not None:
             kept = os.memfd_create(_REPORT_NAME, 0)
             with open(kept, "w", encoding="ascii", closefd=False) as file:

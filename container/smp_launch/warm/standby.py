@@ -20,7 +20,10 @@ from smp_launch.ranks.imports import SOCKET_VARIABLE
 #: ``0`` lets ranks that are started again make their imports anew.
 WARM_VARIABLE = "SMP_WARM_RESTARTS"
 
+#: Name of the server's socket in the job's private folder.
 _SOCKET = "warm"
+
+#: Ranks that may connect before the server accepts the first.
 _BACKLOG = 1024
 
 

@@ -29,6 +29,7 @@ RECORDS = "ranks"
 #: Seconds for a host to answer with the positions of its ranks.
 _PATIENCE = 8.0
 
+#: Read from a pipe at once.
 _READ_BYTES = 1 << 16
 
 #: An answer is never longer: some hundred threads with their stacks for each rank.

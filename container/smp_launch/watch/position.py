@@ -13,6 +13,7 @@ from smp_launch.watch.states import State  # noqa: TC001 - as above
 from smp_records.rank_record import BETWEEN, RankRecord, ScriptLine, Waiting
 from smp_records.script_lines import is_ours, is_script_s, is_standard
 
+#: Parts of paths that show which code a frame belongs to.
 _LOADER = os.path.join("torch", "utils", "data", "")
 _COMPILER = (os.path.join("torch", "_dynamo", ""), os.path.join("torch", "_inductor", ""))
 _DISTRIBUTED = os.path.join("torch", "distributed", "")
@@ -22,6 +23,7 @@ _PIPELINE = os.path.join("smp_runtime", "pipeline", "execution", "")
 #: The interpreter's own files. If the innermost function is in one, the rank waits for another thread or process.
 _LOCKS = {"threading.py", "queue.py", "connection.py", "_base.py", "popen_fork.py", "subprocess.py", "selectors.py"}
 
+#: Of a line of the script that a report quotes.
 _SHOWN_CHARACTERS = 80
 
 

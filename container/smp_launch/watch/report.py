@@ -102,7 +102,7 @@ def write_report(folder: Path, hang: Hang) -> Path | None:
         path = folder / TEXT_NAME
         path.write_text(text_of(hang), encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        return None  # the log has the verdict in any case
     return path
 
 

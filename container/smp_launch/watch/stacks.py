@@ -22,6 +22,7 @@ _QUIET = 0.4
 #: Outermost calls of a main thread. Its stack comes last.
 _OUTERMOST = ("<module>", "_run_module_as_main")
 
+#: What Python's ``faulthandler`` writes.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _CRASH = "Fatal Python error"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -152,7 +153,7 @@ def _read_on(folder: Path, before: dict[int, int], texts: dict[int, str]) -> boo
                 file.seek(size)
                 text = file.read().decode("utf-8", "replace")
         except OSError:
-            continue
+            continue  # the rank has left none
         if text and text != texts.get(rank):
             texts[rank] = text
             grown = True

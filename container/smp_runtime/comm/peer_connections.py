@@ -81,6 +81,6 @@ def _has_ended(descriptor: int, number: int) -> bool:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
-        return False
+        return False  # open, and nothing to read
     except OSError:
         return True

@@ -74,7 +74,7 @@ def _locks(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return False  # another process has it
     return True
 
 

@@ -193,7 +193,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
     except (RuntimeError, ValueError, TypeError):
-        return False
+        return False  # for example of two tensors with several elements
 
 
 def _inherit_module_attributes(original: nn.Module, made: nn.Module) -> None:

@@ -111,6 +111,7 @@ class Registration:
                 object.__setattr__(self, name, getattr(self.init_hook, name, None))
 
 
+#: Registrations by the class that they replace.
 _by_class: dict[type, Registration] = {}
 #: Classes of packages that may not be installed: the full name of the class, and of a function that registers it.
 _by_name: dict[str, str] = {}

@@ -16,6 +16,7 @@ from smp_runtime.module_conversion.builtin import known_arguments
 from smp_runtime.module_conversion.transformers_tp_plan import checked_plan
 from smp_runtime.nn.settings import tell_without_effect
 
+#: Attribute of a module that tensor parallelism may split, or may not.
 _MARK = "_smp_tensor_parallelism"
 
 #: Keywords that switch something on or off.
@@ -44,6 +45,7 @@ class Mark:
     in_place: bool = False
 
 
+#: Of modules that nothing has marked.
 _NO_MARK = Mark()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.deferred import DeferredSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 
+#: Attribute of a split module with the numbers that it had as a whole.
 _WHOLE_NUMBERS = "_smp_whole_numbers"
 
 #: Path of a module, attribute, and its value on one rank.

@@ -14,6 +14,7 @@ from smp_runtime.nn.split_in_place.linear import LinearSplit, is_linear, is_tran
 if TYPE_CHECKING:
     from torch import nn
 
+#: The ways in which a plan splits a linear map.
 _COLUMNS, _ROWS = LinearSplit(columns=True), LinearSplit(columns=False)
 _COLUMNS_JOINED, _ROWS_OF_WHOLE = LinearSplit(columns=True, joins=True), LinearSplit(columns=False, joins=True)
 #: Styles of linear maps. Local styles need no distinction here, since a split weight is a plain parameter.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.parameters.registry import ParameterRecord
 
+#: Marks a state that has this stage's parameters only.
 PARTIAL_KEY = "_smp_is_partial"
 #: Marks a state that holds this rank's shard only.
 SHARD_KEY = "_smp_is_shard"

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from smp_runtime.tensors.random_state import number_of
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors in PyTorch, but values to mypy
+
+#: Functions by which code asks where a tensor lies.
 _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CPU, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cpu.__get__, _TENSOR.is_cuda.__get__
 _GET_DEVICE = torch.Tensor.get_device

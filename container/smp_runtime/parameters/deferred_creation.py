@@ -29,6 +29,7 @@ from smp_runtime.tensors.torch_private import (
     without_modes,
 )
 
+#: Where tensors without values lie.
 _META = torch.device("meta")
 #: Of operations that draw random numbers.
 _SEEDED = torch.Tag.nondeterministic_seeded

@@ -26,6 +26,7 @@ from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, tree
 #: Attribute of such a parameter that holds its pending gather.
 _GATHER = "_smp_gather"
 
+#: Functions that need not wait for the values.
 _NEEDS_NO_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
 
 

@@ -85,7 +85,7 @@ def _source_of(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError, ValueError, RecursionError):
-        return None
+        return None  # compiled code, or code that was typed in
     first = tree.body[0] if tree.body else None
     return first if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef) else None
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.tensor_parallel.group import TensorGroup
 
+#: Attribute of a block with an entry.
 _MARK = "_smp_block_entry"
 
 

@@ -14,6 +14,7 @@ import torch
 
 from smp_runtime.tensor_parallel.during_calls import DuringCalls
 
+#: Functions that get the sizes of a view as arguments.
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 

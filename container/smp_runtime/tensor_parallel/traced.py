@@ -21,6 +21,7 @@ from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
+#: Operations of compiled graphs; the compiler takes each as a whole.
 _LIBRARY = torch.library.Library("smp", "DEF")
 #: The group of the job that this process is in, under one name; weak, since a job may end before its process.
 _groups: weakref.WeakValueDictionary[str, TensorGroup] = weakref.WeakValueDictionary()

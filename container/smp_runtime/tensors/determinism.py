@@ -28,6 +28,7 @@ _SEED = 0
 #: PyTorch draws greater seeds for a generator without a seed. A script's seeds are usually smaller.
 _DRAWN = 1 << 32
 
+#: In PyTorch's error, the operation that it refuses.
 _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 

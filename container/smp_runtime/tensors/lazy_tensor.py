@@ -179,6 +179,7 @@ OF_ITS_PLACE = {
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
 
+#: Special methods that begin as ``__iadd__`` does, but change nothing in place.
 _NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 
 #: Backward passes, with the position of the argument that lists the tensors to differentiate by.

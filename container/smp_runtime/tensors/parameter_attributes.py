@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+#: PyTorch's own attributes, which this module replaces.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from smp_records.rate_card import LAUNCH_SECONDS, Link, RateCard
 
+#: Types whose rates are measured.
 _TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

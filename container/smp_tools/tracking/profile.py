@@ -30,6 +30,7 @@ logger = logging.getLogger("smp")
 #: Moments by which the profiler's clock is compared with the rank's own; the one that took least time counts.
 _MARKS = 8
 
+#: Names the folder that the platform keeps at the job's end.
 _FOLDER_VARIABLE = "SM_OUTPUT_DATA_DIR"
 
 

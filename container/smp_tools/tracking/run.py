@@ -15,6 +15,7 @@ from smp_records.tracking import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
 
+#: Names the job on the platform; and the project of all runs.
 _NAME_VARIABLE = "TRAINING_JOB_NAME"
 _PROJECT = "smp"
 
@@ -56,7 +57,7 @@ def _hyperparameters(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         found = json.loads(environ.get("SM_HPS", "{}"))
     except json.JSONDecodeError:
-        return {}
+        return {}  # a tracker must not end a job
     if not isinstance(found, dict):
         return {}
     return {str(name): shown_value(str(name), value) for name, value in found.items() if name != "mp_parameters"}

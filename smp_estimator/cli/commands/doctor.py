@@ -31,6 +31,7 @@ LEAST_FILES = 1024
 #: Bytes for a job's trees, log and model.
 LEAST_ROOM = 2 << 30
 
+#: The memory that ranks of a host share.
 SHARED = Path("/dev/shm")
 
 #: Seconds that a command or an answer from the account may take.

@@ -34,6 +34,7 @@ _OPTIONS = {
     r"(?<![\w.])(?:source_code\.)?source_dir(?!\w)": "--source-dir",
 }
 
+#: Names the folder of a job's checkpoints; ``--checkpoints`` sets it.
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
 #: Parameters of a job that gets none, in version 1 of the library.

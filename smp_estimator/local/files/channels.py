@@ -12,6 +12,7 @@ from smp_config import ConfigError
 from smp_config.errors import show_value, suggest
 from smp_estimator.local.files.uris import is_file_uri, is_s3_uri, path_of, require_address
 
+#: The distribution in which each host gets a part of the objects.
 _SHARDED = "ShardedByS3Key"
 #: Settings of a channel that act here as on the platform. Others are refused, unless their value is one of ``_LEFT_OUT``.
 _KNOWN = frozenset(

@@ -16,6 +16,7 @@ from smp_estimator.local.files.archives import unpack
 from smp_estimator.local.files.tree import copy_folder
 from smp_estimator.local.files.uris import bucket_and_key, is_s3_uri
 
+#: Folders that are no code of the job.
 _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+#: Batch norms, but for the one that averages over ranks.
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
