@@ -198,9 +198,14 @@ def _check_members(members: list[zipfile.ZipInfo]) -> None:
             f"and at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes"
         )
     for name in names:
-        leaves_folder = os.path.isabs(name) or name.split(os.sep)[0] == os.pardir
-        if leaves_folder or "\0" in name:
+        if not _is_inside(name):
             raise ValueError(f"it holds {name[:100]!r}, which lies outside its folder")
+
+
+def _is_inside(name: str) -> bool:
+    if os.path.isabs(name) or "\0" in name:
+        return False
+    return name.split(os.sep)[0] != os.pardir
 
 
 def prefer(site: str) -> None:

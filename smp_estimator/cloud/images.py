@@ -40,14 +40,18 @@ def today() -> date:
 
 def is_stock(image_uri: Any) -> bool:
     """Return whether an image's address is that of a stock PyTorch or Hugging Face training image."""
-    found = _STOCK.match(image_uri) if isinstance(image_uri, str) else None
+    if not isinstance(image_uri, str):
+        return False
+    found = _STOCK.match(image_uri)
     if found is None:
         return False
-    if found["repository"] != "pytorch" or found["registry"].startswith("public"):
+    registry = found["registry"]
+    if found["repository"] != "pytorch" or registry.startswith("public"):
         return True
     # Any account may have a repository "pytorch": only a stock tag, or an account of the SDK's images, shows that it is one.
-    has_stock_tag = found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]) is not None
-    return has_stock_tag or found["registry"][:12] in _stock_accounts()
+    if found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]):
+        return True
+    return registry[:12] in _stock_accounts()
 
 
 def _stock_accounts() -> frozenset[str]:

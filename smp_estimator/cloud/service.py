@@ -128,8 +128,10 @@ def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
     """Yield the channels of ``fit(inputs)`` that are known now, as (name, value)."""
     if inputs is None:
         return
-    named = inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]
-    for name, value in named:
+    # The SDK calls a single channel so.
+    named = inputs if isinstance(inputs, Mapping) else {"training": inputs}
+    # What a pipeline's steps make is known when it runs.
+    for name, value in named.items():
         if not is_variable(value):
             yield str(name), value
 

@@ -140,8 +140,10 @@ def _shown_children(node: _Node, high: float) -> list[_Node]:
     if len(node.stages) > 1 or not shown:
         return shown
     # Parts of one stage are told apart only if there is room; if the stage changes, always.
-    least = high * min(child.weight for child in shown) / node.weight
-    return shown if least >= _READABLE else []
+    lightest = min(child.weight for child in shown)
+    if high * lightest / node.weight < _READABLE:
+        return []
+    return shown
 
 
 def _nodes(node: _Node) -> Iterator[tuple[str, _Node]]:

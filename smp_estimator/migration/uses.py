@@ -198,13 +198,14 @@ def _is_latest_job(node: ast.expr, names: ScriptNames) -> bool:
 
 def _note_without_place(source: ScriptSource, names: ScriptNames, node: ast.Attribute) -> None:
     """Note an attribute of an estimator or of a session that SDK v3 lacks."""
-    owner = node.value
+    name, owner = node.attr, node.value
     is_of_estimator = names.is_estimator(owner) or names.full(owner) in ESTIMATORS
-    if node.attr not in _KNOWN and is_of_estimator:
-        instead = _WITHOUT_PLACE.get(node.attr, "help(ModelTrainer) lists what there is")
+    if name not in _KNOWN and is_of_estimator:
+        instead = _WITHOUT_PLACE.get(name, "help(ModelTrainer) lists what there is")
         source.note(node, f"{source.segment(node)} is not in ModelTrainer; {instead}")
-    elif node.attr in _SESSION_WITHOUT_PLACE and _is_session(names, owner):
-        source.note(node, f"{source.segment(node)} is not in SDK v3; {_SESSION_WITHOUT_PLACE[node.attr]}")
+    elif name in _SESSION_WITHOUT_PLACE and _is_session(names, owner):
+        instead = _SESSION_WITHOUT_PLACE[name]
+        source.note(node, f"{source.segment(node)} is not in SDK v3; {instead}")
 
 
 def _is_session(names: ScriptNames, node: ast.expr) -> bool:

@@ -383,17 +383,20 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
 
 def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
     """Return the distance between two copies relative to their norm, or 0 if rounding explains it."""
-    is_same = one.bits == other.bits and one.projections == other.projections
-    if is_same or not one.is_finite or not other.is_finite:
-        return 0.0
     if one.phase not in PHASES or one.phase == LOSS:
         return 0.0
+    if not one.is_finite or not other.is_finite:
+        return 0.0
+    # Equal bits need no estimate, and zeros have no norm to relate it to.
+    is_same = one.bits == other.bits and one.projections == other.projections
     scale = math.sqrt(max(one.square, other.square))
-    if not scale:
+    if is_same or not scale:
         return 0.0
     error = estimate_distance(one.projections, other.projections) / scale
     limit = _COPIES * ROUNDING.get(one.dtype, 0.0)
-    return error if error > limit else 0.0
+    if error <= limit:
+        return 0.0
+    return error
 
 
 def estimate_distance(one: Iterable[float], other: Iterable[float]) -> float:

@@ -285,9 +285,12 @@ def _in_shards(differs: Flags, run: WholeTensor, heads: Sequence[Head]) -> Itera
     if not any(_is_flat(share, differs.shape) for share in run.shares.values()):
         return
     flat = np.flatnonzero(differs)
-    ranks = [rank for rank, share in sorted(run.shares.items()) if np.isin(flat, share).any()]
+    ranks = []
+    for rank, share in sorted(run.shares.items()):
+        if np.isin(flat, share).any():
+            ranks.append(str(rank))
     if len(ranks) < len(heads):
-        yield f"all of them are in the shards of rank(s) {', '.join(map(str, ranks))}"
+        yield f"all of them are in the shards of rank(s) {', '.join(ranks)}"
 
 
 def _owners_of_samples(hit: npt.NDArray[np.int64], one: WholeTensor, other: WholeTensor) -> Iterator[str]:

@@ -107,10 +107,14 @@ class Rehearsed(Shown):
         """Return the hours and price with failures at the rate of a published training; None if the hours are not known."""
         if not self.training_hours:
             return None
-        request, known = self.rehearsal.request, instance(self.rehearsal.request.instance_type or "")
-        saved = sum(self.fullest.classes.get(kind, 0) for kind in ("parameter", "optimizer state"))
-        price = None if known is None or known.usd_per_hour is None else known.usd_per_hour * request.hosts
-        return goodput(3600 * self.training_hours, JobFailures.of_job(request.ranks, saved), usd_per_hour=price)
+        request, classes = self.rehearsal.request, self.fullest.classes
+        saved = classes.get("parameter", 0) + classes.get("optimizer state", 0)
+        known = instance(request.instance_type or "")
+        price = None
+        if known is not None and known.usd_per_hour is not None:
+            price = known.usd_per_hour * request.hosts
+        failures = JobFailures.of_job(request.ranks, saved)
+        return goodput(3600 * self.training_hours, failures, usd_per_hour=price)
 
     def to_dict(self) -> dict[str, object]:
         """Return all figures for JSON.

@@ -78,11 +78,14 @@ def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = Fals
         return distribution is not None
     if process_mode and "mpi" in distribution:
         return True
+    if "smdistributed" not in distribution:
+        return False
+    if is_model_parallel(distribution):
+        return True
+    # torchrun starts other libraries, which is the SDK's business.
     torchrun = distribution.get("torch_distributed")
     is_by_torchrun = isinstance(torchrun, Mapping) and torchrun.get("enabled")
-    if is_by_torchrun and not is_model_parallel(distribution):
-        return False  # started by torchrun, which is the SDK's business
-    return "smdistributed" in distribution
+    return not is_by_torchrun
 
 
 def is_model_parallel(distribution: Any) -> bool:

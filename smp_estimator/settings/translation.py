@@ -186,7 +186,7 @@ def stock_image_conflicts(settings: JobSettings) -> list[str]:
 
 def _default_options(instance_type: str | None) -> list[MpiOption]:
     """Return the options that the platform needs on this instance, besides those that it sets itself."""
-    known = instance(instance_type) if instance_type else None
+    known = instance(instance_type or "")
     if known is None or not known.efa:
         return []
     wanted = dict(EFA_VARIABLES)

@@ -357,8 +357,10 @@ class FailureCollector:
         if is_told:
             return True
         # A rank that raises ends with 1. So another code is not from a rank that has reported its exception.
-        have_own_code = any(record.error_type in _OWN_CODES for record in self.records)
-        return number != 1 and not have_own_code
+        if number == 1:
+            return False
+        reported = {record.error_type for record in self.records}
+        return reported.isdisjoint(_OWN_CODES)
 
     def _where(self, rank: int) -> str:
         return f" {self.last_seen[rank]}" if rank in self.last_seen else ""

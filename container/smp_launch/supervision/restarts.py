@@ -117,8 +117,8 @@ class Restarts:
             is_script_s = attempt.cause.error in _OF_THE_SCRIPT
             if is_script_s and not attempt.step:
                 return "before the first step, such an error would come again: the ranks are not started again"
-            is_repeated = any(attempt.fault == former.fault for former in self._failed)
-            if is_repeated:
+            faults = [former.fault for former in self._failed]
+            if attempt.fault in faults:
                 return f"the same fault came {_at(attempt)} before: the ranks are not started again"
         if len(self._failed) >= self.limit:
             return f"all {self.limit} restarts of {RESTARTS_VARIABLE} are used up"

@@ -126,10 +126,10 @@ def position_of(
 
 
 def _is_compiling(thread: Thread) -> bool:
-    files = {frame.file for frame in thread.frames}
-    for part in _COMPILER:
-        if any(part in file for file in files):
-            return True
+    for frame in thread.frames:
+        for part in _COMPILER:
+            if part in frame.file:
+                return True
     return False
 
 

@@ -8,7 +8,7 @@ reach the shards of all ranks without any communication: each rank keeps its own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -178,11 +178,16 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         for shards, unit in units:
             if writes or unit.storage_key in keys:
                 unit.is_touched = True
-                continue
-            shards.note_read()
-            if unit in filled:  # the result has memory of its own
-                unit.reshard()
+            else:
+                shards.note_read()
+                _end_read(unit, filled)
     return result
+
+
+def _end_read(unit: GatheredUnit, filled: Collection[GatheredUnit]) -> None:
+    # The result has memory of its own, so that nothing needs the filled values any more.
+    if unit in filled:
+        unit.reshard()
 
 
 def _units_in(values: Any) -> Iterator[tuple[Shards, GatheredUnit]]:

@@ -257,7 +257,10 @@ def _convolution(dimensions: int) -> Callable[..., SplittableOperation | None]:
     def convolution(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
     ) -> SplittableOperation | None:
-        if padding == "same" or input.dim() != dimensions + 2 or not is_deferrable(weight):
+        # With "same" the two sides may be padded differently; without a batch there is one dimension fewer.
+        if padding == "same" or input.dim() != dimensions + 2:
+            return None
+        if not is_deferrable(weight):
             return None
         padding = 0 if padding == "valid" else padding
         return _Convolution(input, weight, bias, (each(stride), each(padding), each(dilation), groups))

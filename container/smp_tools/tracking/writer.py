@@ -141,10 +141,11 @@ class Writer:
         return [MetricPoint(self._step, time.time(), values)] if values else []
 
     def _each(self, points: Sequence[MetricPoint], *, flush: bool) -> None:
+        # A copy of the list, which loses the loggers that fail; these are not asked again.
         for each in list(self._loggers):
             if points:
                 self._safely(each, functools.partial(each.write, points))
-            is_still_used = each in self._loggers  # a logger that has failed is not asked again
+            is_still_used = each in self._loggers
             if flush and is_still_used:
                 self._safely(each, each.flush)
 
