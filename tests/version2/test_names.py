@@ -122,7 +122,8 @@ def test_flash_attention_is_attention(layout: str, causal: bool, scale: float | 
         return tensor if layout == "b h s d" else tensor.transpose(1, 2)
 
     heads = 1 if layout == "b h s d" else 2
-    wanted = laid(_scores(q, k, v, causal, 8**-0.5 if scale is None else scale))
+    factor = 8**-0.5 if scale is None else scale
+    wanted = laid(_scores(q, k, v, causal, factor))
     attention = attn.FlashSelfAttention(scale=scale)
     parts = (laid(q), laid(k), laid(v))
     torch.testing.assert_close(attention(parts, causal=causal, layout=layout), wanted)
@@ -132,11 +133,9 @@ def test_flash_attention_is_attention(layout: str, causal: bool, scale: float | 
     assert 1e-6 < float((in_half - wanted).abs().max()) < 0.05
     grouped = attn.FlashGroupedQueryAttention(scale=scale)
     few = (laid(k[:, ::2]), laid(v[:, ::2]))
-    for_each = [
-        laid(_scores(q, *(part[:, ::2].repeat_interleave(2, 1) for part in (k, v)), causal, grouped.scale or 8**-0.5))
-    ]
-    torch.testing.assert_close(grouped(laid(q), few, causal=causal, layout=layout), for_each[0])
-    torch.testing.assert_close(grouped(laid(q), torch.cat(few, heads), causal=causal, layout=layout), for_each[0])
+    shared = laid(_scores(q, *(part[:, ::2].repeat_interleave(2, 1) for part in (k, v)), causal, factor))
+    torch.testing.assert_close(grouped(laid(q), few, causal=causal, layout=layout), shared)
+    torch.testing.assert_close(grouped(laid(q), torch.cat(few, heads), causal=causal, layout=layout), shared)
 
 
 def test_flash_attention_takes_masks_and_biases() -> None:
@@ -149,14 +148,30 @@ def test_flash_attention_takes_masks_and_biases() -> None:
     distances = torch.arange(5)[:, None] - torch.arange(5)
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / 4) for head in range(4)], dtype=torch.float64)[:, None, None]
     torch.testing.assert_close(alibi(parts, causal=True), _scores(*parts, True, 8**-0.5, -slopes * distances))
-    with pytest.raises(ValueError, match="triton_flash_attention=True"):
-        attn.FlashSelfAttention()(parts, attn_mask=bias)
+    for given in ({}, {"triton_flash_attention": True}, {"use_alibi": True}):
+        with pytest.raises(ValueError, match="triton_flash_attention=True"):
+            attn.FlashSelfAttention(**given)(parts, attn_mask=bias)
     with pytest.raises(ValueError, match="layout is 's b h d'"):
         attn.FlashSelfAttention()(parts, layout="s b h d")
     with pytest.raises(ValueError, match="4 heads of queries and 3 of keys"):
         attn.FlashGroupedQueryAttention()(parts[0], tuple(part[:, :3] for part in parts[1:]), layout="b h s d")
-    dropping = attn.FlashSelfAttention(attention_dropout_prob=0.9)
-    assert not torch.equal(dropping(parts), dropping.eval()(parts))
+
+
+def test_flash_attention_drops_weights_in_training_and_computes_in_half_precision() -> None:
+    attn = importlib.import_module("torch.sagemaker.nn.attn")
+    torch.manual_seed(0)
+    parts = tuple(torch.randn(3, 2, 4, 5, 8))
+    for made, given in (
+        (attn.FlashSelfAttention, (parts,)),
+        (attn.FlashGroupedQueryAttention, (parts[0], parts[1:])),
+    ):
+        whole, dropping = made()(*given), made(attention_dropout_prob=0.9)
+        assert not torch.equal(dropping(*given), whole)
+        torch.testing.assert_close(dropping.eval()(*given), whole)
+    halves = tuple(part.bfloat16() for part in parts)
+    in_half = attn.FlashSelfAttention()(halves)
+    assert torch.equal(attn.FlashSelfAttention()(halves, cast_dtype=torch.float32), in_half)
+    assert in_half.dtype == torch.bfloat16
 
 
 def test_llama_s_attention_is_its_own() -> None:
@@ -173,16 +188,48 @@ def test_llama_s_attention_is_its_own() -> None:
             attention.load_state_dict(layer.self_attn.state_dict())
             layer.self_attn = attention
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, wanted, rtol=1e-6, atol=1e-6)
+        assert attention.state_dict().keys() == layer.self_attn.state_dict().keys()
         hidden = torch.randn(2, 12, model.config.hidden_size, dtype=torch.float64)
         embeddings = model.model.rotary_emb(hidden, torch.arange(12)[None])
         newer, none = attention(hidden, position_embeddings=embeddings)
         older, weights, cache = attention(hidden, None, torch.arange(12)[None])
         assert (none, weights, cache) == (None, None, None)
         torch.testing.assert_close(older, newer)
+        apart = torch.arange(12)[None].square()
+        older, _, _ = attention(hidden, None, apart)
+        torch.testing.assert_close(
+            older, attention(hidden, position_embeddings=model.model.rotary_emb(hidden, apart))[0]
+        )
+        assert not torch.allclose(older, newer)
+        alone = attention(hidden, torch.eye(12, dtype=torch.bool)[None, None].expand(2, 1, 12, 12))[0]
+        values = attention.v_proj(hidden).unflatten(-1, (2, 1, -1)).expand(-1, -1, -1, 2, -1).flatten(2)
+        torch.testing.assert_close(alone, attention.o_proj(values))  # each token attends to itself only
         with pytest.raises(ValueError, match="output_attentions=True"):
             attention(hidden, output_attentions=True)
         with pytest.raises(ValueError, match="without layer_idx"):
             attention(hidden, past_key_value=object())
+
+
+def test_llama_s_attention_uses_a_cache() -> None:
+    from support.models.version2 import make_llama
+    from transformers import DynamicCache
+
+    made = importlib.import_module("torch.sagemaker.nn.huggingface.llama_flashattn").LlamaFlashAttention
+    torch.manual_seed(0)
+    config = make_llama().config
+    attention = made(config, layer_idx=0).double().eval()
+    names = list(attention.state_dict())
+    hidden, cache = torch.randn(2, 6, config.hidden_size, dtype=torch.float64), DynamicCache()
+    with torch.no_grad():
+        whole, _, none = attention(hidden)
+        first, _, kept = attention(hidden[:, :5], past_key_value=cache, use_cache=True)
+        last, _, dropped = attention(hidden[:, 5:], None, torch.tensor([[5]]), cache)
+    torch.testing.assert_close(torch.cat([first, last], 1), whole)
+    assert kept is cache
+    assert (none, dropped) == (None, None)
+    assert list(attention.state_dict()) == names
+    assert attention.config is not config, "the model's own attention keeps its kernels"
+    assert attention.config._attn_implementation == "sdpa"
 
 
 class _Engine(torch.nn.Module):
@@ -194,8 +241,8 @@ class _Engine(torch.nn.Module):
 
 def test_groups_reach_the_modules_of_transformer_engine() -> None:
     set_up = importlib.import_module("torch.sagemaker.context_parallel.utils").setup_transformer_engine_cp_groups
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), _Engine())
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), _Engine(), _Engine())
     set_up(model, (0, 1), "group")
-    assert model[1].given[:2] == ("group", [0, 1])
+    assert [part.given[:2] for part in model[1:]] == [("group", [0, 1])] * 2
     with pytest.raises(ValueError, match=r"pass the model to tsm\.transform"):
         set_up(model[0], (0, 1), "group")

@@ -332,6 +332,33 @@ def test_slices_of_batches_that_no_loader_made(ranks: Any, way: str) -> None:
         assert "rank 1 cut another batch with sequences of 12 tokens than rank 0" in said
 
 
+def test_compiled_code_may_cut_batches_while_they_are_noted() -> None:
+    """It compiles in one piece, and what it cuts is not noted."""
+    from smp_runtime.context.layout import zigzag
+    from smp_runtime.context.loaded_batches import CutBatches
+
+    def cut(batch: torch.Tensor) -> torch.Tensor:
+        first, _, _, last = batch.chunk(4, 1)
+        assert len(torch.split(batch, 3, 1)) == 4
+        return torch.cat([first, last], 1) + batch.index_select(1, torch.arange(6)) * 0
+
+    batch, layout = torch.arange(24).view(2, 12), zigzag(12, 2)
+    former, cuts = torch.Tensor.chunk, CutBatches()
+    end, compiled = cuts.watch(), torch.compile(cut, backend="aot_eager", fullgraph=True)
+    try:
+        mine = compiled(batch)
+        assert mine.tolist() == [[0, 1, 2, 9, 10, 11], [12, 13, 14, 21, 22, 23]]
+        assert cuts.take([mine], layout, 0) == [[]]
+        assert torch.equal(cut(batch), mine)
+        (found,) = cuts.take([mine], layout, 0)
+        assert found
+        assert all(torch.equal(each, batch) for each in found)
+    finally:
+        end()
+    assert torch.Tensor.chunk is former
+    assert torch.equal(compiled(batch), mine)
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [

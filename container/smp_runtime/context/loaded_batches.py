@@ -72,7 +72,8 @@ class LoadedBatches:
 class CutBatches:
     """A record of tensors of whole numbers that are cut before the first calls of the model, by the methods in :data:`_CUTTING`.
 
-    Batches that no loader of PyTorch made are seen here. What was cut is a batch only if this rank's slices are its own.
+    Batches that no loader of PyTorch made are seen here. What was cut is a batch only if this rank's slices are its own. The inputs
+    of the model could not tell: slices of two batches look like those of one. Compiled code is not watched.
     """
 
     def __init__(self) -> None:
