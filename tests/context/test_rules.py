@@ -57,6 +57,23 @@ def _add_in_place(x, y):
     return x
 
 
+def _add_to_positions(x, y):
+    x = x.clone()
+    x[:, 1:] += y[:, :-1]
+    x[:, 0] *= 2
+    rest = x[:, 2:]
+    rest *= 3  # x is not used again
+    return rest
+
+
+def _several_in_place(x):
+    x = x * 1
+    torch._foreach_mul_([x], 2.0)
+    data = x.detach().clone()
+    data.data = x.detach() * 3
+    return x * data
+
+
 def _shift(n):
     shifted = n.new_zeros(n.shape)
     shifted[:, 1:] = n[:, :-1].clone()
@@ -195,12 +212,26 @@ LOCAL = {
         w.index_select(0, n.view(-1)),
         p[:, 0].expand(B, T).gather(1, n),
     ],
+    "near add to positions": lambda x, y, **_: _add_to_positions(x, y),
+    "near few rows": lambda x, y, **_: [
+        F.scaled_dot_product_attention(x[:, :3], y, y),
+        F.scaled_dot_product_attention(x, y[:, :2], y[:, :2]),
+    ],
     **{f"near {name}": operation for name, operation in CONVOLUTIONS.items()},
 }
 
 #: Operations that gather whole sequences.
 GATHERING = {
     "one position beside all": lambda x, y, **_: [x[:, -1:] - x, x * y[:, 2:3], torch.where(x[:, :1] > 0, x, y)],
+    "one position beside more that are whole": lambda x, p, **_: x[:, :1] * p,
+    "one position becomes many": lambda x, y, **_: [
+        x[:, :1].expand(-1, T, -1).sum(1),
+        x[:, 2:3].expand(B, 5, D) * 2,
+        x[:, -1:].expand_as(y).sum(1),
+    ],
+    "numbers and how often they occur": lambda n, w, **_: F.embedding(n, w, scale_grad_by_freq=True),
+    "rows of a limited norm": lambda n, w, **_: F.embedding(n, w.detach(), max_norm=1.0).norm() * w.norm(),
+    "several in place": lambda x, **_: _several_in_place(x),
     "flip": lambda x, **_: x.flip(1),
     "flip of two dims": lambda x, **_: x.flip(2, 1),
     "roll": lambda x, **_: torch.roll(x, 1, 1),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
 from support.models.long_sequences import WORDS, CausalNet, next_word_loss, word_batches
@@ -69,6 +72,29 @@ def test_random_numbers_are_those_of_one_process(ranks):
     for drawn in ranks(_draw, 2, config=CONFIG):
         for name, value in expected.items():
             torch.testing.assert_close(drawn[name].outputs[0], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class _LeavesOutLayers(torch.nn.Module):
+    def forward(self, x):
+        return x * (random.random() < 0.5) + random.gauss(0, 1) + numpy.random.randn()
+
+
+def _leave_out_layers():
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(_LeavesOutLayers())
+    random.seed(smp.rank())
+    numpy.random.seed(smp.rank())
+    return [smp.step(model)(torch.ones(2, 9, 4)).outputs[0] for _ in range(4)]
+
+
+def test_random_numbers_of_python_are_those_of_the_first_rank(ranks):
+    """Ranks that leave out other layers would exchange keys of other layers."""
+    random.seed(0)
+    numpy.random.seed(0)
+    expected = [_LeavesOutLayers()(torch.ones(2, 9, 4)) for _ in range(4)]
+    for drawn in ranks(_leave_out_layers, 2, config=CONFIG):
+        torch.testing.assert_close(drawn, expected)
 
 
 def _train_on_other_batches():

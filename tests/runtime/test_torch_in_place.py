@@ -88,6 +88,13 @@ def _(_):
     assert inspect.signature(gather.__func__).parameters["cpu_offload"].default is True
 
 
+@of("torch.Tensor._base")
+def _(_):
+    tensor = torch.zeros(4)
+    assert tensor._base is None
+    assert tensor.view(2, 2)[1]._base is tensor
+
+
 @of("torch.Tensor._version")
 def _(_):
     tensor = torch.ones(2)

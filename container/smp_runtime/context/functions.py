@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.proofs.function_gradients import FunctionOnSlices, cut_with_true_gradients
+from smp_runtime.context.rules.pointwise import align
 from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
-from smp_runtime.errors import SMPRuntimeError
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.nested import map_leaves
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 #: What is known of each function's class.
 _position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], FunctionOnSlices] = weakref.WeakKeyDictionary()
+
+_original_grad: Callable[..., Any] = torch.autograd.grad
 
 _original = torch.autograd.Function.__dict__["apply"]
 
@@ -46,6 +50,12 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
         raise SMPRuntimeError(
             f"torch.utils.checkpoint of PyTorch {torch.__version__} cannot keep sequences that are cut over ranks: checkpoint with "
             "smp.set_activation_checkpointing, with use_reentrant=True, or install a newer PyTorch",
+            code="SMP303",
+        )
+    if cls.__name__ == "BackwardHookFunction":
+        raise SMPUserError(
+            "a module has a full backward hook, which would see gradients of a part of the positions: under context parallelism, "
+            "use register_hook of the tensors that the module gets or returns",
             code="SMP303",
         )
     if cls is CheckpointFunction:
@@ -125,11 +135,65 @@ def _with_slices(method: Callable[..., Any], change: Callable[..., Any]) -> Call
     return changed
 
 
+def _differentiate(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return gradients of one process where the graph has crossed the ranks of a context group."""
+    __tracebackhide__ = True  # reports name the caller
+    results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    names = list(inputs) if isinstance(inputs, dict) else None
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs.values() if names else inputs)
+    if not all(isinstance(one, torch.Tensor) for one in (*results, *wanted)):  # edges of a graph
+        return _original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+    group = next((one.group for one in sequences_in([results, wanted])), None) or _group_behind(results)
+    if group is None:
+        return _original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+    upstream = [None] * len(results) if grad_outputs is None else grad_outputs
+    given = [upstream] if isinstance(upstream, torch.Tensor) else list(upstream)
+    shares = [_share_of(gradient, result) for gradient, result in zip(given, results, strict=True)]
+    found = _original_grad(list(map(_local, results)), list(map(_local, wanted)), shares, *args, **kwargs)
+    made = tuple(_of_one_process(gradient, one, group) for gradient, one in zip(found, wanted, strict=True))
+    return dict(zip(names, made, strict=True)) if names else made
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.local if isinstance(value, ShardedSequence) else value
+
+
+def _share_of(gradient: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor | None:
+    if gradient is None or not isinstance(result, ShardedSequence):
+        return gradient
+    return align(gradient, result.sequence_layout, result.dim_held - result.dim(), result, "grad") * result.group.size
+
+
+def _of_one_process(gradient: Any, one: torch.Tensor, group: ContextGroup) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(one, ShardedSequence):
+        return one.like(gradient / group.size)
+    return group.sum(gradient) / group.size
+
+
+def _group_behind(results: list[torch.Tensor]) -> ContextGroup | None:
+    """Return the context group whose ranks have exchanged something that results were computed of."""
+    seen: set[Any] = set()
+    left = [result.grad_fn for result in results]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        group = getattr(node, "group", None)
+        if isinstance(group, ContextGroup):
+            return group
+        left += [other for other, _ in node.next_functions]
+    return None
+
+
 def install() -> None:
     """Let functions see sequences; once in a process with context parallelism, since others pay nothing."""
     if torch.autograd.Function.__dict__["apply"] is not _original:
         return
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+    torch.autograd.grad = functools.wraps(_original_grad)(_differentiate)
     frame: Any = torch.utils.checkpoint._CheckpointFrame  # noqa: SLF001 - listed in torch_private.py
     if hasattr(frame, "save_inputs"):
         frame.save_inputs = _with_slices(frame.save_inputs, _save_inputs)

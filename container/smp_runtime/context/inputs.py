@@ -16,6 +16,7 @@ from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.context.travel import let_travel
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import argument_tensors, map_leaves
+from smp_runtime.tensors.random_state import OtherGenerators
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,18 +117,24 @@ class SequenceInputs:
         return [more for _, more in told]
 
     def _agree_on_random_numbers(self) -> None:
-        """Take over the state of the first rank's generators: dropout must drop the same elements on all ranks."""
+        """Take over the state of the first rank's generators.
+
+        Dropout must drop the same elements on all ranks, and a model that leaves out layers at random the same ones.
+        """
         states = [torch.get_rng_state()]
         if self._ranks.device.type == "cuda":
             states.append(torch.cuda.get_rng_state())
-        first = self._ranks.control.allgather(
-            [state.tolist() for state in states] if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
+        mine = [state.tolist() for state in states], OtherGenerators().numbers()
+        told = self._ranks.control.allgather(
+            mine if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
         )[0]
-        if first is None:  # in a rehearsal, where no rank was there to say it
+        if told is None:  # in a rehearsal, where no rank was there to say it
             return
+        first, others = told
         torch.set_rng_state(torch.tensor(first[0], dtype=torch.uint8))
         if len(first) > 1:
             torch.cuda.set_rng_state(torch.tensor(first[1], dtype=torch.uint8))
+        OtherGenerators.of_numbers(others).restore(draws=False)
         if "random" not in self._reported and self._group.rank == 0:
             self._reported.add("random")
             logger.info(
@@ -166,6 +173,7 @@ def _random_state(device: torch.device) -> list[float]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state())
+    states += [torch.tensor(numbers, dtype=torch.float64) for numbers in OtherGenerators().numbers()]
     weights = [torch.arange(1, len(state) + 1, dtype=torch.float64) for state in states]
     return [float((state.double() * weight).sum()) for state, weight in zip(states, weights, strict=True)]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.overrides import resolve_name
 
+from smp_runtime.context import copies
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.torch_private import (
     make_without_elements,
@@ -38,6 +39,10 @@ _NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _rule_of: dict[Callable[..., Any], tuple[str, Rule | None]] = {}
 
 
+#: Rules that read no element.
+FACTS: set[Rule | None] = set()
+
+
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a function as the rule of operations."""
 
@@ -59,14 +64,12 @@ class ShardedSequence(torch.Tensor):
         dim_held: the dim with the sequence.
         sequence_layout: the positions of each rank.
         group: the ranks.
-        is_copy_of_view: whether PyTorch would have made a view here, through which writes reach another tensor.
     """
 
     local: torch.Tensor
     dim_held: int
     sequence_layout: SequenceLayout
     group: ContextGroup
-    is_copy_of_view: bool = False
 
     @staticmethod
     def __new__(
@@ -112,11 +115,12 @@ class ShardedSequence(torch.Tensor):
         """Run an operation by its rule, or on whole sequences."""
         kwargs = {_NAMES_OF_NUMPY.get(key, key): value for key, value in kwargs.items()} if kwargs else {}
         name, found = _rule_of.get(func) or _find_rule(func)
-        if found is not None:
-            result = found(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return compute_whole(name, func, args, kwargs)
+        if copies.are_there() and found not in FACTS:
+            use = copies.Use(name, sequences_in((args, kwargs)), args)
+            result = _run(name, found, func, args, kwargs)
+            use.end()
+            return result
+        return _run(name, found, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -141,6 +145,11 @@ class ShardedSequence(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole("pickle").__reduce_ex__(protocol)
+
+
+def _run(name: str, found: Rule | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = NotImplemented if found is None else found(func, args, kwargs)
+    return compute_whole(name, func, args, kwargs) if result is NotImplemented else result
 
 
 def args_group_size(args: Any) -> int:
@@ -193,9 +202,12 @@ def compute_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kw
     result = func(*(gathered := gather_all(args, name)), **gather_all(kwargs, name))
     if not writes(name):
         return result if "out" in kwargs else cut_results(result, first)
-    if not isinstance(args[0], ShardedSequence):
+    if isinstance(args[0], list | tuple):  # several tensors at once
+        for one, whole in zip(args[0], gathered[0], strict=True):
+            if isinstance(one, ShardedSequence):
+                write_back(one, whole, name)
         return result
-    return write_back(args[0], gathered[0], name)
+    return write_back(args[0], gathered[0], name) if isinstance(args[0], ShardedSequence) else result
 
 
 #: Operations with other names than those that end in one underscore that change their first argument.
@@ -214,9 +226,9 @@ def write_back(written: ShardedSequence, changed: torch.Tensor, name: str) -> Sh
     """Let a sequence have the values of a whole tensor that was changed in its place.
 
     Raises:
-        SMPRuntimeError: the operation has changed the shape, or the sequence is a copy where PyTorch has a view.
+        SMPRuntimeError: the operation has changed the shape.
     """
-    if changed.shape != written.shape or written.is_copy_of_view:
+    if changed.shape != written.shape:
         raise SMPRuntimeError(
             f"{name} changes a sequence that is cut over {written.group.size} ranks in a way that context parallelism cannot "
             "follow; use the form of it that returns a new tensor"

@@ -80,6 +80,27 @@ class OtherGenerators:
         self._python = random.getstate()
         self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
 
+    def numbers(self) -> list[list[float]]:
+        """Return the generators' states as numbers: of Python's, then of NumPy's if a script uses it."""
+        _, python, gauss = self._python
+        found: list[list[float]] = [[*python, *([] if gauss is None else [gauss])]]
+        if self._numpy is not None:
+            _, keys, *rest = self._numpy
+            found.append([*keys.tolist(), *rest])
+        return found
+
+    @classmethod
+    def of_numbers(cls, numbers: list[list[float]]) -> OtherGenerators:
+        """Return generators with the states of :meth:`numbers`, maybe of another rank; NumPy's stays if these have none."""
+        made = cls()
+        version, count = made._python[0], len(made._python[1])
+        gauss = numbers[0][count] if len(numbers[0]) > count else None
+        made._python = version, tuple(int(number) for number in numbers[0][:count]), gauss
+        if len(numbers) > 1 and made._numpy is not None:
+            *keys, place, has_gauss, cached = numbers[1]
+            made._numpy = "MT19937", [int(key) for key in keys], int(place), int(has_gauss), cached
+        return made
+
     def restore(self, *, draws: bool = True) -> None:
         """Put them back, and draw once unless the script itself goes on from there."""
         random.setstate(self._python)

@@ -51,8 +51,8 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
         # Put on an instance, so that they take its calls; names that a checkpointed function may have.
         *("_call_impl", "_compiled_call_impl", "_wrapped_call_impl"),
     ),
-    # How often a tensor was changed in place, and what hangs on it.
-    "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    # How often a tensor was changed in place, what a view is of, and what hangs on it.
+    "torch.Tensor": ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
     "torch": ("_foreach_add_", "_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
     # Operators. Their names are part of the format of exported programs.

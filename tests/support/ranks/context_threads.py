@@ -28,7 +28,12 @@ _PATIENCE = 60.0
 def see_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let PyTorch's functions see sequences during a test alone: other tests of the process have none."""
     of_checkpoints = torch.utils.checkpoint._CheckpointFrame
-    replaced = ((torch.autograd.Function, "apply"), (of_checkpoints, "save_inputs"), (of_checkpoints, "get_inputs"))
+    replaced = (
+        (torch.autograd, "grad"),
+        (torch.autograd.Function, "apply"),
+        (of_checkpoints, "save_inputs"),
+        (of_checkpoints, "get_inputs"),
+    )
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, vars(owner)[name])  # which is put back
     functions.install()

@@ -174,7 +174,7 @@ class Observers:
 
     def count(self) -> int:
         """Return the number of hooks that see results."""
-        return sum(not _is_ours(hook) for module in self._modules for hook in vars(module)["_forward_hooks"].values())
+        return sum(not is_ours(hook) for module in self._modules for hook in vars(module)["_forward_hooks"].values())
 
     @contextlib.contextmanager
     def replaced(self, call: Callable[..., Any]) -> Iterator[None]:
@@ -182,7 +182,7 @@ class Observers:
         observed = [module for module in self._modules if _has_foreign(module, "_forward_hooks")]
         originals = [vars(module)["_forward_hooks"] for module in observed]
         for module, hooks in zip(observed, originals, strict=True):
-            changed = ((key, hook if _is_ours(hook) else functools.partial(call, hook)) for key, hook in hooks.items())
+            changed = ((key, hook if is_ours(hook) else functools.partial(call, hook)) for key, hook in hooks.items())
             vars(module)["_forward_hooks"] = OrderedDict(changed)
         try:
             yield
@@ -192,10 +192,11 @@ class Observers:
 
 
 def _has_foreign(module: nn.Module, kind: str) -> bool:
-    return not all(map(_is_ours, (vars(module).get(kind) or {}).values()))
+    return not all(map(is_ours, (vars(module).get(kind) or {}).values()))
 
 
-def _is_ours(hook: Any) -> bool:
+def is_ours(hook: Any) -> bool:
+    """Return whether a hook is one of this library."""
     function = getattr(hook, "func", hook)
     name = getattr(function, "__module__", None) or type(function).__module__
     return str(name).startswith(("smp_", "smdistributed."))

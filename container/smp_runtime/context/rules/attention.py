@@ -98,7 +98,8 @@ def _cast_by_autocast(*parts: torch.Tensor) -> list[torch.Tensor]:
 def _with_four_dims(*parts: torch.Tensor, grouped: bool) -> tuple[list[torch.Tensor], torch.Size]:
     """Return queries, keys and values as ``[samples, heads, rows, width]``, and the dims that their samples stand for."""
     before = torch.broadcast_shapes(*(each.shape[:-3] for each in parts))
-    query, key, value = (each.expand(*before, *each.shape[-3:]).reshape(-1, *each.shape[-3:]) for each in parts)
+    samples = math.prod(before)  # not -1: a rank may have no rows
+    query, key, value = (each.expand(*before, *each.shape[-3:]).reshape(samples, *each.shape[-3:]) for each in parts)
     if query.shape[1] == 1 and not grouped:
         query = query.expand(-1, key.shape[1], -1, -1)
     if key.shape[1] != value.shape[1] and grouped:

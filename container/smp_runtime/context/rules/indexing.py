@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from smp_runtime.context.copies import note_copy
 from smp_runtime.context.rules.pointwise import align
 from smp_runtime.context.sequence import ShardedSequence, compute_whole, gather_all, rule, write_back
 
@@ -48,17 +49,23 @@ def _get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     taken = parts[place]
     dim = sum(not isinstance(part, int) for part in parts[:place])
     if isinstance(taken, int):
-        return _get_position(sequence, parts, place)
+        made = _get_position(sequence, parts, place)
+        if made is NotImplemented:
+            made = compute_whole("__getitem__", func, args, kwargs)
+        note_copy(sequence, made, index)
+        return made
     start, stop, step = taken.indices(sequence.sequence_layout.size)
     rest = tuple(slice(None) if other == place else part for other, part in enumerate(parts))
     local = sequence.local[rest]
     if (start, stop, step) == (0, sequence.sequence_layout.size, 1):
         return sequence.like(local, dim)
     if sequence.sequence_layout.outer != 1 or sequence.sequence_layout.inner != 1:
-        return NotImplemented
+        made = compute_whole("__getitem__", func, args, kwargs)
+        note_copy(sequence, made, index)
+        return made
     layout, places = sequence.sequence_layout.select(start, stop, step)
     selected = sequence.like(local.index_select(dim, places[sequence.group.rank].to(local.device)), dim, layout)
-    selected.is_copy_of_view = True
+    note_copy(sequence, selected, index)
     return selected
 
 
@@ -84,10 +91,10 @@ def _get_chosen(sequence: ShardedSequence, index: Any) -> Any:
         return NotImplemented
     behind_ellipsis = Ellipsis in plain[: places[0]]
     dim = places[0] + (len(expanded) - len(parts) if behind_ellipsis else 0)
-    numbers = chosen.to(sequence.local.device) % sequence.shape[dim]
     if dim == sequence.dim_held:
         return _get_positions(sequence, chosen)
-    return sequence.like(sequence.local.index_select(dim, numbers))
+    index_of_local = [slice(None)] * dim + [chosen.to(sequence.local.device)]  # raises as on the whole
+    return sequence.like(sequence.local[tuple(index_of_local)])
 
 
 def _get_positions(sequence: ShardedSequence, chosen: torch.Tensor) -> Any:
@@ -116,8 +123,8 @@ def _get_positions(sequence: ShardedSequence, chosen: torch.Tensor) -> Any:
 def _get_position(sequence: ShardedSequence, parts: list[Any], place: int) -> Any:
     """Return the values at one position, which one rank has, on all ranks."""
     layout = sequence.sequence_layout
-    if layout.outer != 1 or layout.inner != 1:
-        return NotImplemented
+    if layout.outer != 1 or layout.inner != 1 or not -layout.length <= parts[place] < layout.length:
+        return NotImplemented  # on the whole it may be an error
     position = parts[place] % layout.length
     index = (layout.positions[sequence.group.rank] == position).nonzero()[:, 0].to(sequence.local.device)
     dim = sequence.dim_held
@@ -143,6 +150,8 @@ def _select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         chosen: Any = given["index"]
     else:
         start = given["start"] % max(1, sequence.shape[dim]) if given["start"] < 0 else given["start"]
+        if start + given["length"] > sequence.shape[dim]:
+            return NotImplemented  # on the whole it is an error
         chosen = slice(start, start + given["length"])
     return sequence[tuple([slice(None)] * dim + [chosen])]
 
@@ -207,7 +216,7 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if not isinstance(changed, ShardedSequence):
         func(changed, *gather_all((index, value), "__setitem__"))
         return
-    if not changed.is_copy_of_view and _set_slices(changed, index, value):
+    if _set_slices(changed, index, value):
         return
     whole = changed.whole("__setitem__").clone()
     whole[gather_all(index, "__setitem__")] = gather_all(value, "__setitem__")

@@ -73,14 +73,15 @@ def _lose_by_class(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     losses = func(**given)
     if reduction == "none":
         return scores.like(losses, dim if not has_probabilities or dim == 0 else dim - 1)
-    total = losses.sum()
+    # As in one process, losses and targets of half precision are added up in float32.
+    total = losses.sum(dtype=torch.float64 if losses.dtype is torch.float64 else torch.float32)
     if reduction == "sum":
-        return scores.group.sum(total)
+        return scores.group.sum(total).to(losses.dtype)
     if has_probabilities:
-        return scores.group.sum(total) / (scores.numel() // scores.shape[classes])
+        return (scores.group.sum(total) / (scores.numel() // scores.shape[classes])).to(losses.dtype)
     count = _count(target, given["weight"], given["ignore_index"], losses)
     total, count = scores.group.sum(torch.stack([total, count.to(total.dtype)])).unbind()
-    return total / count.detach()
+    return (total / count.detach()).to(losses.dtype)
 
 
 def _count(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, losses: torch.Tensor) -> torch.Tensor:

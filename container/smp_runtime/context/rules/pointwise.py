@@ -104,7 +104,14 @@ def compute_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         sequences_in((args, kwargs)),
         key=lambda one: (one.sequence_layout.size > 1, one.dim(), one.is_floating_point()),
     )
+    if first.sequence_layout.size == 1 and _have_more((*args, *kwargs.values()), first.dim_held - first.dim()):
+        return NotImplemented
     return run_aligned(func.__name__, func, args, kwargs, first)
+
+
+def _have_more(values: tuple[Any, ...], dim: int) -> bool:
+    """Return whether whole tensors have several positions in a dim, counted from the last."""
+    return any(isinstance(one, torch.Tensor) and one.dim() >= -dim and one.shape[dim] > 1 for one in values)
 
 
 @rule(*_IN_PLACE)
@@ -112,7 +119,7 @@ def _change_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     changed = args[0]
     if not isinstance(changed, ShardedSequence):  # a whole tensor takes over values of a sequence
         return func(changed, *gather_all(args[1:], func.__name__), **gather_all(kwargs, func.__name__))
-    if changed.is_copy_of_view or not (writes(func.__name__) or kwargs.get("inplace")):
+    if not (writes(func.__name__) or kwargs.get("inplace")):
         return NotImplemented
     run_aligned(func.__name__, func, args, kwargs, changed)
     return changed
@@ -158,6 +165,10 @@ def _embed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     index = args[0] if args else kwargs["input"]
     if len(sequences_in((args, kwargs))) != 1 or not isinstance(index, ShardedSequence):
         return NotImplemented
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
+        return NotImplemented  # they depend on all the numbers
     rest = {key: value for key, value in kwargs.items() if key != "input"}
     return index.like(func(index.local, *args[1:], **rest))
 

@@ -132,11 +132,14 @@ def _reduce_positions(
     reduced: set[int],
 ) -> Any:
     local, group = sequence.local, sequence.group
-    if name == "sum":
-        return group.sum(func(local, *args[1:], **kwargs))
-    if name == "mean":
+    if name in ("sum", "mean"):
+        dtype = kwargs.get("dtype") or (local.dtype if local.is_floating_point() else None)
+        # As in one process, numbers of half precision are added up in float32: a sum of many may be none of their type.
+        wide = {**kwargs, "dtype": torch.float32} if dtype in (torch.float16, torch.bfloat16) else kwargs
+        total = group.sum(torch.sum(local, *args[1:], **wide))
         elements = math.prod(sequence.shape[one] for one in reduced)
-        return group.sum(torch.sum(local, *args[1:], **kwargs)) / elements
+        found = total if name == "sum" else total / elements
+        return found if dtype is None else found.to(dtype)
     if name == "count_nonzero":
         return group.sum(func(local, *args[1:], **kwargs))
     if name in ("any", "all"):

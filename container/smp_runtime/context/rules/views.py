@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from smp_runtime.context.copies import note_copy
 from smp_runtime.context.layout import view_dim
 from smp_runtime.context.rules.pointwise import align
-from smp_runtime.context.sequence import ShardedSequence, compute_whole, rule, sequences_in
+from smp_runtime.context.sequence import ShardedSequence, compute_whole, rule
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -43,8 +44,9 @@ def _view(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 def _as_copy(name: str, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     """Compute a view on whole tensors; writes to the result cannot reach the sequence."""
     made = compute_whole(name, func, args, kwargs)
-    for sequence in sequences_in(made):
-        sequence.is_copy_of_view = True
+    if isinstance(args[0], ShardedSequence):
+        for part in made if isinstance(made, tuple | list) else (made,):
+            note_copy(args[0], part)
     return made
 
 
@@ -137,6 +139,8 @@ def _expand(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         return func(sequence, args[1].shape) if func.__name__ == "broadcast_to" else sequence.expand(args[1].shape)
     target = list(args[1].shape) if func.__name__ == "expand_as" else list(kwargs.get("size", ())) or _numbers(args[1:])
     dim = sequence.dim_held + len(target) - sequence.dim()
+    if target[dim] not in (-1, sequence.shape[sequence.dim_held]):  # one position becomes many
+        return _as_copy(func.__name__, func, args, kwargs)
     target[dim] = sequence.local.shape[sequence.dim_held]
     return sequence.like(sequence.local.expand(target), dim)
 

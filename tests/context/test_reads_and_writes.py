@@ -1,0 +1,169 @@
+"""What a script reads of sequences that ranks share out, and writes to them, is as in one process, or an error that says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks.context_threads import cut, run_context, see_sequences, whole_of
+
+from smp_runtime.errors import SMPUserError
+
+B, T, D = 2, 12, 6
+
+
+@pytest.fixture(autouse=True)
+def functions_see_sequences(monkeypatch):
+    see_sequences(monkeypatch)
+
+
+def _given(dtype=torch.float64):
+    random = torch.Generator().manual_seed(3)
+    return torch.randn(B, T, D, generator=random, dtype=dtype), torch.randn(D, D, generator=random, dtype=dtype)
+
+
+def _write_to_a_view_of_a_slice(x):
+    x[:, 1:].transpose(1, 2).mul_(2)
+
+
+def _write_by_activation(x):
+    F.relu(x[:, 1:], True)
+
+
+def _write_to_rows(x):
+    x.view(-1, D)[3:5].zero_()
+
+
+def _write_to_a_slice_of_a_slice(x):
+    x[:, 1:][:, :, 0] = 3.0
+
+
+WRITES = {
+    "one position": lambda x: x[:, 0].zero_(),
+    "selected": lambda x: x.select(1, 3).mul_(2),
+    "view of a slice": _write_to_a_view_of_a_slice,
+    "slice of a slice": _write_to_a_slice_of_a_slice,
+    "activation": _write_by_activation,
+    "rows of all samples": _write_to_rows,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_to_copies_of_positions_are_errors(name):
+    def rank(group):
+        x = cut(_given()[0], group) * 1
+        WRITES[name](x)
+        assert x.shape == (B, T, D)  # facts are no elements
+        with pytest.raises(SMPUserError, match="some of its positions were changed in place"):
+            x + 1
+
+    run_context(2, rank)
+
+
+def test_a_slice_of_what_was_changed_since_is_an_error():
+    def rank(group):
+        x = cut(_given()[0], group) * 1
+        before, later = x[:, 1:], x[:, 1:]
+        x.mul_(2)
+        with pytest.raises(SMPUserError, match="that these positions are of was changed"):
+            before.sum()
+        del later
+
+    run_context(2, rank)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[:, T],
+        lambda x: x[:, -T - 1],
+        lambda x: x[..., [0, D]],
+        lambda x: x[:, :, torch.tensor([-D - 1])],
+        lambda x: x.select(1, T),
+        lambda x: x.narrow(1, T - 2, 5),
+    ],
+)
+def test_positions_that_are_not_there_are_errors(read):
+    def rank(group):
+        with pytest.raises((IndexError, RuntimeError), match="out of|exceeds"):
+            read(cut(_given()[0], group))
+
+    run_context(2, rank)
+
+
+def _kept(h, w):
+    h.retain_grad()
+    (h @ w).pow(3).sum().backward(retain_graph=True)
+    return h.grad * 1
+
+
+def _seen_by_a_hook(h, w):
+    seen = []
+    h.register_hook(seen.append)
+    (h @ w).pow(3).sum().backward(retain_graph=True)
+    return seen[0] * 1
+
+
+def _changed_by_a_hook(h, w):
+    h.register_hook(lambda gradient: gradient.clamp(-1, 1) / gradient.norm() + 0.1)
+    return (h @ w).pow(3).sum()
+
+
+READS = {
+    "kept": _kept,
+    "seen by a hook": _seen_by_a_hook,
+    "changed by a hook": _changed_by_a_hook,
+    "of a sequence": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), h, create_graph=True)[0].pow(2).sum(),
+    "of a parameter": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), [w], create_graph=True)[0].norm(),
+    "with gradients given": lambda h, w: torch.autograd.grad(h @ w, h, h.detach() * 2, create_graph=True)[0].pow(2),
+    "without ranks": lambda h, w: torch.autograd.grad(w.square().sum(), w, create_graph=True)[0].sum() + h.sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_scripts_read_are_those_of_one_process(name, size):
+    def train(group=None):
+        x, w = (each.requires_grad_() for each in _given())
+        h = (cut(x, group) if group else x) * 2
+        found = READS[name](h, w)
+        if found.requires_grad:
+            (found * found).sum().backward()
+        return whole_of(found).detach(), x.grad, w.grad
+
+    wanted, *gradients = train()
+    everyone = run_context(size, train)
+    for found, *_ in everyone:
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
+    for number, gradient in enumerate(gradients):
+        mine = [gradients_of_rank[number] for _, *gradients_of_rank in everyone]
+        if gradient is None:
+            assert mine == [None] * size
+        else:
+            mean = sum(one if one is not None else 0 for one in mine) / size
+            torch.testing.assert_close(mean, gradient, atol=1e-9, rtol=1e-9)
+
+
+def test_backward_hooks_of_modules_are_refused():
+    layer = torch.nn.Linear(D, D, dtype=torch.float64)
+    layer.register_full_backward_hook(lambda *_: None)
+
+    def rank(group):
+        with pytest.raises(SMPUserError, match="full backward hook"):
+            layer(cut(_given()[0].requires_grad_(), group))
+
+    run_context(2, rank)
+
+
+def test_numbers_of_half_precision_are_added_up_in_float32():
+    many = torch.full((1, 40_000, 4), 3.0, dtype=torch.float16)
+    words = torch.arange(40_000).view(1, -1) % 3
+
+    def rank(group):
+        scores = cut(many, group)
+        loss = F.cross_entropy(scores.view(-1, 4), cut(words, group).view(-1), ignore_index=1)
+        return scores.mean().item(), loss.item()
+
+    wanted = many.mean().item(), F.cross_entropy(many.view(-1, 4), words.view(-1), ignore_index=1).item()
+    for found in run_context(2, rank):
+        assert found == pytest.approx(wanted, rel=1e-3)
