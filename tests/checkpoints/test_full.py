@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
+
 import pytest
 import torch
+from click.testing import CliRunner
 from support.training.checkpoint_training import TOPOLOGIES, Training
 
 import smdistributed.modelparallel.torch as smp
+from smp_estimator.cli.main import main
+from smp_runtime.checkpoint.files import checksums
 from smp_runtime.errors import CheckpointError
 
 
@@ -121,9 +127,78 @@ def test_files_of_two_saves_are_not_taken_for_one_checkpoint(run, tmp_path, tag)
         _refused(run, tmp_path / "b", tag, "of another save than")
         (tmp_path / "b" / name).write_bytes(own)
     assert run.resume(str(tmp_path / "b"), tag, partial=False) == 2
-    # Files from elsewhere have no id.
+    # Files from elsewhere have no id, and no checksum.
+    (tmp_path / "b" / f"checksums_{tag}.json").unlink()
     torch.save(run.optimizer.state_dict(), tmp_path / "b" / f"{tag}_optimizer")
     assert run.resume(str(tmp_path / "b"), tag, partial=False) == 2
+
+
+def _flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("hashed", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("tag", ["w", "model.safetensors"])
+def test_a_flipped_bit_is_found_in_every_region_of_every_file(run, tmp_path, monkeypatch, tag, hashed):
+    pytest.importorskip("safetensors")
+    if hashed == "sha256":
+        monkeypatch.setattr(checksums, "_xxhash", lambda: None)
+    else:
+        pytest.importorskip("xxhash")
+    run.save(str(tmp_path), tag, 1, partial=False)
+    manifest = json.loads((tmp_path / f"checksums_{tag}.json").read_text())
+    assert all(record["checksum"].startswith(f"{hashed}:") for record in manifest["files"].values())
+    verify = ["checkpoint", "verify", str(tmp_path)]
+    assert CliRunner().invoke(main, verify).output.split() == ["whole", tag, "(full)"]
+    assert run.resume(str(tmp_path), tag, partial=False) == 1
+    for name in (tag, f"{tag}_optimizer", f"user_content_{tag}", f"checksums_{tag}.json"):
+        own = (tmp_path / name).read_bytes()
+        for place in (0.0, 0.1, 0.35, 0.6, 0.85, 1.0):
+            _flip(tmp_path / name, place)
+            found = CliRunner().invoke(main, verify)
+            assert found.exit_code == 1, (name, place)
+            assert name in found.output, (name, place)
+            _refused(run, tmp_path, tag, None)
+            (tmp_path / name).write_bytes(own)
+    run.resume(str(tmp_path), tag, partial=False)
+    (tmp_path / f"user_content_{tag}").unlink()  # it may be left out
+    assert "is missing" in CliRunner().invoke(main, verify).output
+
+
+def test_checksums_of_older_newer_and_other_saves(run, tmp_path, caplog):
+    run.save(str(tmp_path), "w", 1, partial=False)
+    file = tmp_path / "checksums_w.json"
+    own = file.read_text()
+    data = {**json.loads(own), "format": 2, "library": "9.1"}
+    file.write_text(json.dumps(data))
+    _refused(run, tmp_path, "w", r"format 2, of version 9\.1")
+    file.unlink()  # as older releases have saved it
+    assert run.resume(str(tmp_path), "w", partial=False) == 1
+    found = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path / "w")])
+    assert (found.exit_code, "nothing was compared" in found.output) == (1, True)
+    run.train(1, 2)
+    run.save(str(tmp_path), "w", 2, partial=False)
+    file.write_text(own)  # an older release has replaced all other files
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        assert run.resume(str(tmp_path), "w", partial=False) == 2
+    assert "of another save than w" in caplog.text
+
+
+def test_verify_looks_at_both_kinds(run, tmp_path):
+    run.save(str(tmp_path), "w", 1, partial=False)
+    run.save(str(tmp_path), "w", 1)
+    found = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)])
+    assert (found.exit_code, "whole w (full)" in found.output, "whole w_partial" in found.output) == (0, True, True)
+    _flip(tmp_path / "w_optimizer", 0.5)
+    for tag in ([], ["--tag", "w"]):
+        found = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path), *tag])
+        assert (found.exit_code, "broken w (full)" in found.output, "whole w_partial" in found.output) == (
+            1,
+            True,
+            True,
+        )
 
 
 def test_a_resumed_state_does_not_lie_in_the_file(run, tmp_path):

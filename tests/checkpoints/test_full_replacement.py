@@ -168,7 +168,8 @@ def test_shards_of_an_earlier_save_go_with_it(one, tmp_path, monkeypatch):
     assert one.resumed(tmp_path, "model.safetensors") == 1
     one.save(tmp_path, "model.safetensors", 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "model.safetensors", "model.safetensors_optimizer", "user_content_model.safetensors",
+        "checksums_model.safetensors.json", "model.safetensors", "model.safetensors_optimizer",
+        "user_content_model.safetensors",
     ]  # fmt: skip
     assert one.resumed(tmp_path, "model.safetensors") == 2
 

@@ -27,13 +27,12 @@ import smdistributed.modelparallel.torch as smp
 torch.set_num_threads(1)
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # imports for seconds, once instead of in every job
 
-def job(rank, world, case, path, in_background, tags, pipe):
+def job(rank, world, case, path, in_background, tags, pipe, saves=sys.maxsize):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), TORCHELASTIC_RESTART_COUNT=str(case))
     smp.init({"ddp": True, "shard_optimizer_state": True} if world > 1 else {})
     model = smp.DistributedModel(torch.nn.Linear(300, 300))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    n = 0
-    while True:
+    for n in range(saves):
         with torch.no_grad():
             model.module.weight.fill_(n)
         smp.save_checkpoint(path, tag=str(n % tags), user_content=n, num_kept_partial_checkpoints=2, async_save=in_background)
@@ -41,11 +40,15 @@ def job(rank, world, case, path, in_background, tags, pipe):
             smp.wait_for_checkpoint()
         if rank == 0:
             os.write(pipe, b"%d " % n)
-        n += 1
 
 root, seeds = sys.argv[1], json.loads(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 os.environ["MASTER_PORT"] = str(store.port)
+# Once here what every job would import at its first saves.
+null = os.open(os.devnull, os.O_WRONLY)
+for in_background in (False, True):
+    job(0, 1, f"first{in_background}", f"{root}/first", in_background, 1, null, saves=1)
+    smp.shutdown()
 for case, seed in enumerate(seeds, 1):
     chance = random.Random(seed)
     world, in_background = chance.choice([1, 2]), chance.random() < 0.5
@@ -56,15 +59,16 @@ for case, seed in enumerate(seeds, 1):
         pid = os.fork()
         if pid == 0:
             try:
-                null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, 1)
-                os.dup2(null, 2)
+                os.dup2(os.open(f"{root}/{seed}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 job(rank, world, case, f"{root}/{seed}", in_background, tags, writing)
             finally:
                 os._exit(1)
         pids.append(pid)
     os.close(writing)
     said = os.read(reading, 100)
+    if not said:
+        raise SystemExit(f"seed {seed} ended before its first save: " + open(f"{root}/{seed}.log").read())
     time.sleep(chance.uniform(0.0, 0.1))
     chance.shuffle(pids)
     for pid in pids:

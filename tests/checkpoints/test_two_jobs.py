@@ -285,5 +285,7 @@ def test_two_jobs_do_not_write_one_full_checkpoint(solo, tmp_path):
     smp.save_checkpoint(str(tmp_path), tag="other", partial=False, model=model)
     held.release()
     smp.save_checkpoint(str(tmp_path), tag="w", partial=False, model=model)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "user_content_other", "user_content_w", "w"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checksums_other.json", "checksums_w.json", "other", "user_content_other", "user_content_w", "w",
+    ]  # fmt: skip
     assert torch.load(tmp_path / "w").keys() == {"weight", "bias"}

@@ -16,6 +16,7 @@ from smp_config.errors import kind_of
 from smp_runtime.checkpoint.export import Planned, write_streamed
 from smp_runtime.checkpoint.files.atomic_file import (
     SAVE_ID,
+    Records,
     map_file,
     marked_state,
     read_user_content,
@@ -23,11 +24,13 @@ from smp_runtime.checkpoint.files.atomic_file import (
     unwrap_content,
     write_bytes,
     write_tensors,
+    write_text,
 )
 from smp_runtime.checkpoint.files.manifest import FoundCheckpoint
 from smp_runtime.checkpoint.files.name_translation import Translate, rename_prefixes
 from smp_runtime.checkpoint.files.opened_files import refuse_other_kinds
 from smp_runtime.checkpoint.files.transformers_format import (
+    CONFIG,
     PICKLED,
     SAFETENSORS,
     config_of,
@@ -45,6 +48,12 @@ from smp_runtime.checkpoint.full.full_loading import (
     WithStates,
     check_has_masters,
     load_full_settings,
+)
+from smp_runtime.checkpoint.full.full_manifest import (
+    FullManifest,
+    damaged_files,
+    manifest_name,
+    read_full_manifest,
 )
 from smp_runtime.checkpoint.full.named_optimizer import NamedState, fit_state, with_names
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
@@ -103,15 +112,16 @@ def save(
     refuse_if_any_failed(session, failure, file, _FORMER_STAY)
     try:
 
-        def write(write_weights: Callable[[Path, str], object]) -> None:
-            save_id = uuid.uuid4().hex
+        def write(write_weights: Callable[[Path, str, Records], object]) -> None:
+            save_id, records = uuid.uuid4().hex, Records()
             content = user_content(save_id)
             with full_transaction(folder, tag) as transaction:
                 writing = transaction.writing
                 if optimizer_state is not None:
-                    write_tensors({**optimizer_state, SAVE_ID: save_id}, writing / f"{tag}{OPTIMIZER}")
-                write_bytes(content, writing / f"{USER_CONTENT}_{tag}")
-                write_weights(writing / tag, save_id)
+                    write_tensors({**optimizer_state, SAVE_ID: save_id}, writing / f"{tag}{OPTIMIZER}", records)
+                write_bytes(content, writing / f"{USER_CONTENT}_{tag}", records)
+                write_weights(writing / tag, save_id, records)
+                write_text(FullManifest(save_id, files=records).to_json(), writing / manifest_name(tag))
                 transaction.commit([f"{tag}{OPTIMIZER}", *(former.name for former in files_of(file))])
 
         if is_transformers_name(tag):
@@ -119,13 +129,17 @@ def save(
 
             def write_planned(planned: Planned) -> None:
                 tensors, make = planned
-                write(lambda to, save_id: write_transformers(to, tensors, config, make=make, save_id=save_id))
+                write(
+                    lambda to, save_id, records: write_transformers(
+                        to, tensors, config, make=make, save_id=save_id, records=records
+                    )
+                )
 
             write_streamed(model, renamed, write_planned)
         else:
             state = model.state_to_save()
             if session.ranks.rank == 0:
-                write(lambda to, save_id: write_whole(model, renamed, state, to, save_id))
+                write(lambda to, save_id, records: write_whole(model, renamed, state, to, save_id, records))
     except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure = words_of(error)
     refuse_if_any_failed(session, failure, file, _FORMER_STAY)
@@ -267,7 +281,39 @@ def _open(
         else:
             optimizer_state = found
     refuse_other_saves(ids)
-    return _Opened(plan, content, optimizer_state, next((found for found in ids.values() if found), None), positions)
+    save = next((found for found in ids.values() if found), None)
+    if session.ranks.local_rank == 0:  # once on every host
+        _refuse_damaged(file, save, reads_optimizer=optimizer is not None)
+    return _Opened(plan, content, optimizer_state, save, positions)
+
+
+def _refuse_damaged(file: Path, save: str | None, *, reads_optimizer: bool) -> None:
+    """Compare the checksums of the files that will be read, if their save has left any.
+
+    Args:
+        save: the id of the save that the files have; None for files from elsewhere.
+
+    Raises:
+        CheckpointError: a file is not as it was saved.
+    """
+    manifest = read_full_manifest(file)
+    if manifest is None:
+        return
+    if save not in (None, manifest.save):  # an older release has replaced the files
+        logger.warning("%s is of another save than %s; its files are not compared", manifest_name(file.name), file.name)
+        return
+    skipped = {CONFIG} if reads_optimizer else {CONFIG, f"{file.name}{OPTIMIZER}"}
+    names = [name for name in manifest.files if name not in skipped]
+    problems = damaged_files(file.parent, manifest, names, may_lack=True)
+    if problems:
+        raise CheckpointError(
+            f"{file.parent}: {'; '.join(problems)}: use another checkpoint; if you have put another file there yourself, remove "
+            f"{manifest_name(file.name)} to load it"
+        )
+    if any(not manifest.files[name].can_be_compared for name in names):
+        logger.warning(
+            "the checksums of %s are XXH3-128, and xxhash is not installed here: only lengths were compared", file
+        )
 
 
 def _identities(file: Path) -> dict[str, tuple[int, ...]]:
@@ -278,6 +324,7 @@ def _identities(file: Path) -> dict[str, tuple[int, ...]]:
     found = weights_of(file)
     names = {*files_of(file), *(files_of(found) if found is not None else ())}
     names |= {file.with_name(f"{file.name}{OPTIMIZER}"), file.with_name(f"{USER_CONTENT}_{file.name}")}
+    names.add(file.with_name(manifest_name(file.name)))
     about: dict[str, tuple[int, ...]] = {}
     for each in names:
         with contextlib.suppress(OSError):
@@ -303,7 +350,12 @@ def _everyone(session: Session) -> list[int]:
 
 
 def write_whole(
-    model: DistributedModel, renamed: Translate, state: Mapping[str, Any], file: Path, save_id: str | None
+    model: DistributedModel,
+    renamed: Translate,
+    state: Mapping[str, Any],
+    file: Path,
+    save_id: str | None,
+    records: Records | None = None,
 ) -> None:
     """Write a whole state with all of its names as a file of ``torch.save``, on one rank.
 
@@ -311,6 +363,7 @@ def write_whole(
         renamed: brings it under the names that it is written under.
         state: from ``model.state_dict()``.
         file: its folder exists.
+        records: takes the file's length and checksum.
     """
     # Gathered from several ranks, the names of a tied weight do not share memory any more.
     first_of = {name: record.name for record in model.registry for name in record.names}
@@ -321,7 +374,7 @@ def write_whole(
         if isinstance(value, torch.Tensor):
             on_cpu[id(value)] = value.detach().cpu()
     content = {name: on_cpu.get(id(value), value) for name, value in whole.items()}
-    write_tensors(marked_state(content, save_id), file)
+    write_tensors(marked_state(content, save_id), file, records)
 
 
 def plan_weights(

@@ -229,15 +229,18 @@ def verify(path: str, tag: str | None) -> None:
 
     Three things are checked. All files exist, with the lengths and checksums that were saved. Their pieces make up every
     weight and every optimizer state exactly once. The tensors in them have the sizes in the manifest. With --tag, only
-    that checkpoint is checked, else all of them. PATH: as for inspect.
+    that checkpoint is checked, else all of them. PATH: as for inspect. Of full checkpoints in PATH, or if PATH is one, lengths
+    and checksums are compared.
     """
     from smp_runtime.checkpoint.files.manifest import newest_name
     from smp_runtime.checkpoint.files.verification import problems_of
+    from smp_runtime.checkpoint.full.full_manifest import find_full
 
-    parent, found = _find(path)
-    chosen = _choose(parent, found, tag, may_be_broken=True) if tag is not None else None
     out = console()
-    broken = []
+    full, is_all = find_full(Path(path.removeprefix("file://")), tag)
+    broken = [file.name for file in full if not _is_whole(file)]
+    parent, found = _find(path) if not is_all else (Path(path).parent, [])
+    chosen = _choose(parent, found, tag, may_be_broken=True) if tag is not None and not is_all else None
     for each in found if chosen is None else [chosen]:
         problems = problems_of(each)
         if problems:
@@ -257,6 +260,17 @@ def verify(path: str, tag: str | None) -> None:
         if chosen is None:
             out.print(f"resuming takes {escape_text(whole[0])}" if whole else "there is nothing to resume from")
         raise click.exceptions.Exit(1)
+
+
+def _is_whole(file: Path) -> bool:
+    """Verify a full checkpoint, print what is wrong with it, and return whether nothing is."""
+    from smp_runtime.checkpoint.full.full_manifest import problems_of_full
+
+    problems = list(problems_of_full(file))
+    console().print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape_text(file.name)} (full)")
+    for problem in problems:
+        console().print(f"  {escape_text(problem)}", soft_wrap=True)
+    return not problems
 
 
 # -- convert -----------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import struct
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import torch
 
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
-from smp_runtime.checkpoint.files.checksums import CHUNK, CRC32, SHA256, XXH3, Digest, has_xxh3, new_digest
+from smp_runtime.checkpoint.files.checksums import CRC32, SHA256, XXH3, WrittenFile, has_xxh3, new_digest
 from smp_runtime.checkpoint.files.disk_space import bytes_of, naming_full_disk
 from smp_runtime.checkpoint.files.manifest import FileRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, open_regular, refuse_other_kinds
@@ -67,32 +67,56 @@ def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_tensors(content: Any, path: Path, **options: Any) -> None:
+#: Files that were written, by name.
+Records = dict[str, FileRecord]
+
+
+def write_tensors(content: Any, path: Path, records: Records | None = None, **options: Any) -> None:
     """Call ``torch.save`` so that either the new file is complete or the former one stays.
 
     Args:
+        records: takes the file's length and checksum, which costs no second reading.
         options: those of ``torch.save``.
 
     Raises:
         CheckpointError: the disk is full.
     """
-    with whole_file(path, bytes_of(content)) as temporary, open(temporary, "wb") as file:
-        _save_to(_WrittenFile(file), content, **options)
+    with whole_file(path, bytes_of(content)) as temporary, open(temporary, "w+b") as file:
+        stream = written_file(file, records)
+        _save_to(stream, content, **options)
+        record_written(stream, path, records)
 
 
-def write_text(text: str, path: Path) -> None:
+def write_text(text: str, path: Path, records: Records | None = None) -> None:
     """Write a small text file whole; raises as :func:`write_bytes`."""
-    write_bytes(text.encode(), path)
+    write_bytes(text.encode(), path, records)
 
 
-def write_bytes(content: bytes, path: Path) -> None:
+def write_bytes(content: bytes, path: Path, records: Records | None = None) -> None:
     """Write a file whole.
+
+    Args:
+        records: takes the file's length and checksum.
 
     Raises:
         CheckpointError: the disk is full.
     """
-    with whole_file(path, len(content)) as temporary:
-        temporary.write_bytes(content)
+    with whole_file(path, len(content)) as temporary, open(temporary, "wb") as file:
+        stream = written_file(file, records)
+        stream.write(content)
+        record_written(stream, path, records)
+
+
+def record_written(stream: WrittenFile, path: Path, records: Records | None) -> None:
+    """Put the length and checksum of a file that is written under its name, if there are records to take it."""
+    if records is not None:
+        records[path.name] = FileRecord(stream.length, stream.checksum())
+
+
+def written_file(file: Any, records: Records | None) -> WrittenFile:
+    """Return a stream to an opened file, which computes a checksum if there are records to take it."""
+    kind = _fastest_hash(of_archive=False)
+    return WrittenFile(file, None if records is None else new_digest(kind), kind)
 
 
 def sync_folder(folder: Path) -> None:
@@ -115,7 +139,7 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
     """
     kind = _fastest_hash(of_archive=not isinstance(content, bytes))
     with naming_full_disk(path, bytes_of(content)), open(path, "w+b") as file:
-        stream = _WrittenFile(file, None if kind == CRC32 else new_digest(kind))
+        stream = WrittenFile(file, None if kind == CRC32 else new_digest(kind), kind)
         if isinstance(content, bytes):
             stream.write(content)
         else:
@@ -147,7 +171,7 @@ _crc32_setting = threading.Lock()
 
 
 @contextlib.contextmanager
-def _without_crc32(stream: _WrittenFile) -> Iterator[None]:
+def _without_crc32(stream: WrittenFile) -> Iterator[None]:
     """Let a ``torch.save`` to a stream compute no crc32, which takes longer than XXH3 and the archive does not need.
 
     The setting is the process's, so it is restored at the first bytes: the archive's writer has read it by then.
@@ -163,7 +187,7 @@ def _without_crc32(stream: _WrittenFile) -> Iterator[None]:
         yield
 
 
-def _save_to(stream: _WrittenFile, content: Any, **options: Any) -> None:
+def _save_to(stream: WrittenFile, content: Any, **options: Any) -> None:
     """Call ``torch.save``, and raise the stream's own error if writing failed.
 
     The errors of ``torch.save`` do not contain the reason.
@@ -174,49 +198,6 @@ def _save_to(stream: _WrittenFile, content: Any, **options: Any) -> None:
         if stream.failure is not None:
             raise stream.failure from None
         raise
-
-
-class _WrittenFile:
-    """A file that is written from its beginning to its end.
-
-    Args:
-        digest: takes all that is written, or None.
-
-    Attributes:
-        length: bytes written.
-        failure: why the file could not be written, if it could not.
-        at_first_write: called once, before the first bytes are written.
-    """
-
-    def __init__(self, file: Any, digest: Digest | None = None) -> None:
-        self._file = file
-        self.digest = digest
-        self.length = 0
-        self.failure: OSError | None = None
-        self.at_first_write: Callable[[], None] | None = None
-
-    def write(self, data: Any) -> int:
-        if self.at_first_write is not None:
-            self.at_first_write()
-            self.at_first_write = None
-        content = memoryview(data).cast("B")
-        for start in range(0, content.nbytes, CHUNK):
-            self._write(content[start : start + CHUNK])
-        self.length += content.nbytes
-        return content.nbytes
-
-    def _write(self, chunk: memoryview) -> None:
-        """Hash and write a chunk: it stays in the processor's cache between the two."""
-        if self.digest is not None:
-            self.digest.update(chunk)
-        try:
-            self._file.write(chunk)
-        except OSError as error:
-            self.failure = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def read_tensors(path: Path, map_location: Any = "cpu") -> Any:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import os
 import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol
 
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
@@ -26,6 +29,8 @@ CRC32 = "crc32"
 
 #: Bytes that are hashed and written, or read and hashed, as one: they are still in the processor's cache for the second.
 CHUNK = 1 << 18
+#: Files that are read at once. Reading and hashing release Python's lock; more threads than that gain nothing on a disk.
+READERS = min(4, os.cpu_count() or 1)
 _FORM = re.compile(r"xxh3_128:[0-9a-f]{32}|(?:sha256|crc32):[0-9a-f]{64}")
 
 
@@ -72,6 +77,77 @@ def is_checksum(value: object) -> bool:
 def can_compare(checksum: str) -> bool:
     """Return whether this process has the hash of a checksum."""
     return kind_of(checksum) != XXH3 or has_xxh3()
+
+
+class WrittenFile:
+    """A file that is written from its beginning to its end.
+
+    Args:
+        digest: takes all that is written, or None.
+        kind: the name of its hash.
+
+    Attributes:
+        length: bytes written.
+        failure: why the file could not be written, if it could not.
+        at_first_write: called once, before the first bytes are written.
+    """
+
+    def __init__(self, file: Any, digest: Digest | None = None, kind: str = "") -> None:
+        self._file = file
+        self.kind = kind
+        self.digest = digest
+        self.length = 0
+        self.failure: OSError | None = None
+        self.at_first_write: Callable[[], None] | None = None
+
+    def write(self, data: Any) -> int:
+        """Write bytes and hash them."""
+        if self.at_first_write is not None:
+            self.at_first_write()
+            self.at_first_write = None
+        content = memoryview(data).cast("B")
+        for start in range(0, content.nbytes, CHUNK):
+            self._write(content[start : start + CHUNK])
+        self.length += content.nbytes
+        return content.nbytes
+
+    def _write(self, chunk: memoryview) -> None:
+        """Hash and write a chunk: it stays in the processor's cache between the two."""
+        if self.digest is not None:
+            self.digest.update(chunk)
+        try:
+            self._file.write(chunk)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._file.flush()
+
+    def checksum(self) -> str:
+        """Return the checksum of all that was written; there must be a digest."""
+        if self.digest is None:
+            raise AssertionError("a file that is not hashed has no checksum")
+        return f"{self.kind}:{self.digest.hexdigest()}"
+
+
+def checksums_of(files: Sequence[tuple[BinaryIO, str]]) -> list[str]:
+    """Return the checksums of opened files, each with the hash that is named beside it; several are read at once.
+
+    A file that :func:`checksum_of` cannot read has the empty text.
+    """
+
+    def found(each: tuple[BinaryIO, str]) -> str:
+        try:
+            return checksum_of(*each)
+        except ValueError:
+            return ""
+
+    if len(files) < 2:
+        return [found(each) for each in files]
+    with ThreadPoolExecutor(min(len(files), READERS), "smp-checksums") as readers:
+        return list(readers.map(found, files))
 
 
 def checksum_of(file: BinaryIO, kind: str) -> str:

@@ -9,12 +9,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smp_config.version import __version__
-from smp_runtime.checkpoint.files.checksums import kind_of
+from smp_runtime.checkpoint.files.checksums import READERS, kind_of
 from smp_runtime.checkpoint.files.opened_files import MANIFEST as MANIFEST
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, is_plain_name, read_text
 from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
@@ -244,27 +245,36 @@ def missing_files(
         read: whether to read each file to its end as well and compare its checksum.
     """
     opened = folder if isinstance(folder, CheckpointFiles) else CheckpointFiles(folder)
-    problems = []
-    for name in list(manifest.files if files is None else files):
-        record = manifest.files[name]
-        try:
-            found = opened.size(name)
-            if found == 0 and may_be_empty(manifest, name):
-                continue
-            # Copies of other hosts may be of another length.
-            if found != record.bytes and not record.copies:
-                problems.append(f"{name} has {found:,} bytes, but {record.bytes:,} were saved")
-            elif read and record.can_be_compared and not _has_content(opened, name, record):
-                problems.append(f"{name} has other content than was saved (its checksum differs)")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as error:
-            problems.append(f"{name} cannot be read ({error.strerror or error})")
-        except CheckpointError as error:
-            problems.append(str(error))
-        except ValueError as error:
-            problems.append(f"{name} has other content than was saved ({error})")
-    return problems
+    names = list(manifest.files if files is None else files)
+    if read and len(names) > 1:
+        with ThreadPoolExecutor(min(len(names), READERS), "smp-checksums") as readers:
+            found = list(readers.map(lambda name: _problem_of(opened, manifest, name, read=True), names))
+    else:
+        found = [_problem_of(opened, manifest, name, read=read) for name in names]
+    return [problem for problem in found if problem is not None]
+
+
+def _problem_of(opened: CheckpointFiles, manifest: Manifest, name: str, *, read: bool) -> str | None:
+    """Return what is wrong with a file; None if nothing is."""
+    record = manifest.files[name]
+    try:
+        found = opened.size(name)
+        if found == 0 and may_be_empty(manifest, name):
+            return None
+        # Copies of other hosts may be of another length.
+        if found != record.bytes and not record.copies:
+            return f"{name} has {found:,} bytes, but {record.bytes:,} were saved"
+        if read and record.can_be_compared and not _has_content(opened, name, record):
+            return f"{name} has other content than was saved (its checksum differs)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
+    except CheckpointError as error:
+        return str(error)
+    except ValueError as error:
+        return f"{name} has other content than was saved ({error})"
+    return None
 
 
 def _has_content(opened: CheckpointFiles, name: str, record: FileRecord) -> bool:

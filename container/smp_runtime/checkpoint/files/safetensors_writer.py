@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.files.atomic_file import whole_file
+from smp_runtime.checkpoint.files.atomic_file import Records, record_written, whole_file, written_file
 from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.checksums import WrittenFile
 
 #: The format's names of types.
 _NAMES: dict[torch.dtype, str] = {
@@ -47,6 +50,7 @@ def write_safetensors(
     tensors: Mapping[str, torch.Tensor],
     make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     metadata: Mapping[str, str] | None = None,
+    records: Records | None = None,
 ) -> None:
     """Write ``tensors`` as one file that appears only when it is complete.
 
@@ -55,6 +59,7 @@ def write_safetensors(
         tensors: by name.
         make: returns the values of a tensor that may have none yet; called for one after the other.
         metadata: put into the file's header.
+        records: takes the file's length and checksum.
 
     Raises:
         SMPUserError: a type that the format does not have.
@@ -75,13 +80,15 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
     with whole_file(path, end + len(text) + 8) as temporary, open(temporary, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        stream = written_file(file, records)
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
         for value in tensors.values():
-            _write(make(value), file)
+            _write(make(value), stream)
+        record_written(stream, path, records)
 
 
-def _write(value: torch.Tensor, file: IO[bytes]) -> None:
+def _write(value: torch.Tensor, file: WrittenFile) -> None:
     if value.numel() == 0:
         return
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -17,6 +17,7 @@ from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.atomic_file import (
     SAVE_ID,
     UNREADABLE,
+    Records,
     marked_state,
     refuse_inflated,
     write_tensors,
@@ -220,6 +221,7 @@ def write_transformers(
     largest_file: int = LARGEST_FILE,
     make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     save_id: str | None = None,
+    records: Records | None = None,
 ) -> list[Path]:
     """Write ``weights`` under Transformers' names, and ``config.json`` beside them.
 
@@ -231,6 +233,7 @@ def write_transformers(
         config: of the model, as a dictionary.
         largest_file: in bytes; a tensor that is larger has a file of its own.
         make: returns the values of a tensor that may have none yet; for safetensors one after the other.
+        records: takes the lengths and checksums of all files that are written.
 
     Returns:
         The files of weights.
@@ -248,10 +251,10 @@ def write_transformers(
     for name, shard in zip(names, shards, strict=True):
         target = file.with_name(name)
         if ending == "safetensors":
-            write_safetensors(target, shard, make, {SAVE_ID: save_id} if save_id is not None else None)
+            write_safetensors(target, shard, make, {SAVE_ID: save_id} if save_id is not None else None, records)
         else:
             made = {key: make(value).detach().cpu() for key, value in shard.items()}
-            write_tensors(made if save_id is None else marked_state(made, save_id), target)
+            write_tensors(made if save_id is None else marked_state(made, save_id), target, records)
     written = [file.with_name(name) for name in names]
     if len(shards) > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
@@ -259,9 +262,10 @@ def write_transformers(
             "metadata": {"total_size": sum(size_of(value) for value in weights.values())},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        write_text(json.dumps(index, indent=2) + "\n", file.with_name(file.name + INDEX))
+        write_text(json.dumps(index, indent=2) + "\n", file.with_name(file.name + INDEX), records)
     if config is not None:
-        write_text(json.dumps(_config_for(config, weights), indent=2, sort_keys=True) + "\n", file.with_name(CONFIG))
+        text = json.dumps(_config_for(config, weights), indent=2, sort_keys=True) + "\n"
+        write_text(text, file.with_name(CONFIG), records)
     # What an earlier checkpoint of this name has left would be found first, or lie there for nothing.
     keep = {*written, *([file.with_name(file.name + INDEX)] if len(shards) > 1 else [])}
     for path in former - keep:
