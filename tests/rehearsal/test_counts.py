@@ -11,6 +11,7 @@ from torch import nn
 from smp_records.rate_card import Measured
 from smp_runtime.activations import offloading
 from smp_runtime.tensors.torch_private import absent_store
+from smp_tools.rehearsal.counters import Counters
 from smp_tools.rehearsal.fake_collectives import (
     AbsentCollectives,
     CollectiveLedger,
@@ -331,3 +332,20 @@ def test_what_was_made_and_freed_before_the_first_step_is_not_reserved():
     again = torch.empty(2**22 - 2**19)
     memory._note(again.untyped_storage(), "empty")  # takes the block that was freed
     assert memory.reserved == 2**24 + 2**21
+
+
+def test_the_first_step_begins_what_is_reserved():
+    counters = Counters(3, None)
+    large = torch.empty(2**24)
+    counters.memory._note(large.untyped_storage(), "empty")
+    del large
+    gc.collect()
+    assert counters.memory.reserved == 2**26
+    counters._begin_step()
+    assert counters.memory.reserved == 0
+    kept = torch.empty(2**24)
+    counters.memory._note(kept.untyped_storage(), "empty")
+    del kept
+    gc.collect()
+    counters._begin_step()  # what the first one has freed stays reserved
+    assert counters.memory.reserved == 2**26
