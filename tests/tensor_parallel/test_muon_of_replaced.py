@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.logs import logged
+from support.models.huggingface import tiny_model
 from support.models.replaced import VOCABULARY, original_of, translations_of
 from support.training.rank_training import training_step
 from torch import nn
@@ -21,6 +22,8 @@ from smp_runtime.parameters.registry import part_of
 pytest.importorskip("transformers")
 
 STEPS = 2
+#: Families that are split in place, with experts, or with several maps in one matrix.
+IN_PLACE = ("mixtral", "bloom", "falcon")
 TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True, "ddp": True}
 SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9}
 #: Ranks and settings.
@@ -44,8 +47,15 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
     return smp.optimizers.Muon(model, lr=0.02, adamw_lr=3e-3)
 
 
+def _made(family: str) -> nn.Module:
+    if family not in IN_PLACE:
+        return original_of(family).double()
+    torch.manual_seed(1)
+    return tiny_model(family, VOCABULARY).double()
+
+
 def _alone(family: str) -> dict[str, torch.Tensor]:
-    model = original_of(family).double()
+    model = _made(family)
     optimizer = _muon(model)
     parameters = dict(model.named_parameters())
     for _ in range(STEPS):
@@ -56,9 +66,9 @@ def _alone(family: str) -> dict[str, torch.Tensor]:
 
 
 def _replaced(family: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    original = original_of(family).double()
+    original = _made(family)
     wanted = _gradients(dict(original.named_parameters()))
-    to_ours, to_theirs = translations_of(family)
+    to_ours, to_theirs = translations_of(family) if family not in IN_PLACE else (dict, dict)
     gradients = to_ours(wanted)
     smp.set_tensor_parallelism(original)
     with logged(logging.WARNING) as said:
@@ -88,6 +98,18 @@ def _compare(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 def test_matrices_are_those_of_the_replaced_model(ranks: Callable[..., list[Any]], family: str) -> None:
     wanted = _alone(family)
     for found, said in ranks(_replaced, 2, family, config=TENSOR):
+        assert not said
+        _compare(found, wanted, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [*((family, {}) for family in IN_PLACE), ("mixtral", {"expert_parallel_degree": 2})]
+)
+def test_matrices_that_are_split_in_place_are_the_models(
+    ranks: Callable[..., list[Any]], family: str, settings: dict[str, Any]
+) -> None:
+    wanted = _alone(family)
+    for found, said in ranks(_replaced, 2, family, config={**TENSOR, **settings}):
         assert not said
         _compare(found, wanted, 1e-9)
 
