@@ -281,12 +281,8 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         tokens=batch.tokens,
         context=context,
         update=update,
-        uncertainty=None if rates is None else _uncertainty(rates, parameters.context_parallel_degree),
+        uncertainty=None if rates is None else rates.error(known.gpu, parameters.context_parallel_degree),
     )
-
-
-def _uncertainty(rates: KernelRates, context: int) -> float:
-    return rates.uncertainty if context == 1 else rates.uncertainty_of_context
 
 
 def kernels_of(

@@ -11,6 +11,7 @@ import published
 import pytest
 
 from smp_estimator.planning import Kind, Plan, Verdict, plan
+from smp_estimator.planning.search.planned import search_plans
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-it-works" / "planning.md"
 
@@ -130,6 +131,30 @@ def test_degrees_that_are_too_small_do_not_fit(number: int, settings: dict[str, 
     assert planned(ROWS[number]).changed(settings).verdict is Verdict.DOES_NOT_FIT
 
 
+#: The largest batch that is possible by the plan: with logits in half precision, and with a loss in fp32.
+LARGEST = {
+    "10B": (137, 87),
+    "30B": (120, 76),
+    "60B": (288, 192),
+    "NeoX-20B, 2 nodes": (11, 8),
+    "NeoX-20B, 8 nodes": (16, 12),
+    "65B, seq 2048": (97, 90),
+    "65B, seq 4096": (29, 19),
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_the_largest_batch_of_each_row(row: tuple[Any, ...]) -> None:
+    """With a loss in fp32, the batch of 12 on eight nodes is the largest; the others' tables end before their memory does."""
+    step = row[4].get("microbatches", 1)
+    for most, in_fp32 in zip(LARGEST[row[0]], (False, True), strict=True):
+        assert most >= row[5]
+        assert planned((*row[:5], most, None), fp32_loss=in_fp32).verdict.feasible
+        assert not planned((*row[:5], most + step, None), fp32_loss=in_fp32).verdict.feasible
+    shown = f"| {row[0]} | {row[5]} | {LARGEST[row[0]][0]} | {LARGEST[row[0]][1]} |"
+    assert shown in DOCUMENT.read_text(encoding="utf-8")
+
+
 def test_without_checkpointing_the_larger_batches_do_not_fit() -> None:
     for number in (3, 4):
         assert planned(ROWS[number], activation_checkpointing=None).verdict is Verdict.DOES_NOT_FIT
@@ -168,7 +193,31 @@ def test_the_document_shows_the_plans_of_published_measurements() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     shown = list(published.table())
     assert len(shown) == 2 + 22
-    assert "\n".join(shown) in text, "python benchmarks/published.py prints another table"
+    for lines in (shown, published.table(published.LATER), published.table_of_ratios(), published.table_of_others()):
+        assert "\n".join(lines) in text, "python benchmarks/published.py prints another table"
+
+
+def test_the_search_for_published_jobs_finds_what_all_plans_have() -> None:
+    """For row 2 without stages of several pieces: the fastest of 90 plans is what the search for a cluster finds with fewer."""
+    row = published.ROWS[1]
+    best, count = published.proposal(row, limit=0.85, contexts=(1,), pieces=(1,))
+    request = row.planned().request.changed({"sharded_data_parallel_degree": 1})
+    found = search_plans(request, row.samples, budget=60)
+    assert found.plan is not None
+    assert found.plan.time is not None
+    assert found.plan.time.tokens_per_second / row.gpus == pytest.approx(best.speed(), rel=0.005)
+    assert len(found.found.judged) < count
+    # The table of the document has the best with more memory, and it is not slower.
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert list(published.table_of_proposals([2, 10]))[2] in text
+
+
+def test_other_published_results_are_planned_where_their_settings_are_known() -> None:
+    assert all(0.95 <= each <= 1 for each in published.weak_scaling())
+    beside = published.model_flops(async_tensor=True)
+    assert 0.41 < min(beside) < max(beside) < 0.50
+    # A plan knows no latency of large groups, so it does not see why small ones are faster.
+    assert all(each < 1 for each in published.sharding_gains())
 
 
 @pytest.mark.parametrize("row", published.ROWS, ids=lambda row: str(row.number))
@@ -200,6 +249,19 @@ def test_time_that_others_measured_is_planned_within_its_uncertainty() -> None:
     # Ratios inside a table: compiled, interleaved, context parallelism between hosts; not asynchronous products.
     outside = {name for name, wanted, planned in published.ratios() if abs(planned / wanted - 1) > 0.07}
     assert outside == {"70B: asynchronous tp ÷ tp", "8B: cp 2 ÷ cp 1", "8B: cp 8 ÷ cp 1"}
+
+
+def test_rows_that_were_found_later_are_within_the_uncertainty_that_is_said() -> None:
+    """405B on 128 H100 without stages is a test of which nothing was known; the rates are of H100, and A100 reach more."""
+    errors = {}
+    for row in published.LATER:
+        time = row.planned().time
+        assert time is not None
+        assert time.uncertainty == {"H100": 0.12, "A100": 0.25}[row.gpu]
+        errors[row.number] = row.speed() / row.tokens - 1
+        assert abs(errors[row.number]) <= time.uncertainty
+    assert all(abs(errors[number]) < 0.08 for number in (28, 29, 30))
+    assert all(errors[number] < -0.15 for number in (31, 32))
 
 
 def test_the_fit_leads_to_the_rates_of_the_plan() -> None:

@@ -23,6 +23,8 @@ class KernelRates:
         links: of the rate of NVLink, PCIe or the network, in collectives.
         uncertainty: the relative error of a step's time that is to be expected.
         uncertainty_of_context: the same if ranks share sequences out.
+        uncertainty_elsewhere: the same on other GPUs than ``gpus``.
+        gpus: on which the parts were measured; none: on the one that is planned.
         sources: of the figures, in words.
     """
 
@@ -33,6 +35,8 @@ class KernelRates:
     links: float
     uncertainty: float
     uncertainty_of_context: float
+    uncertainty_elsewhere: float = 0.0
+    gpus: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
     @classmethod
@@ -65,8 +69,19 @@ class KernelRates:
             matrix_float8=otherwise.matrix_float8 * matrix / otherwise.matrix,
             attention=attention,
             memory=card.memory_bytes_per_second * card.memory_part / memory,
+            gpus=(),
             sources=(f"the card of {card.name}", *card.sources[:1], "links and float8: as without it"),
         )
+
+    def error(self, gpu: str, context: int) -> float:
+        """Return the relative error of a step's time that is to be expected.
+
+        Args:
+            gpu: that is planned.
+            context: ranks that share a sequence out.
+        """
+        found = self.uncertainty if context == 1 else self.uncertainty_of_context
+        return max(found, self.uncertainty_elsewhere) if self.gpus and gpu not in self.gpus else found
 
     def slowed(self, part: float, memory: float = 1.0) -> KernelRates:
         """Return the rates of a GPU with a lower clock, because it may take less power, and with slower memory.
