@@ -451,7 +451,8 @@ PIPELINE_PACKAGES = {
     "schedule": set(),
     "transport": set(),
     "agreement": {"transport"},
-    "execution": {"agreement", "schedule", "transport"},
+    "program": {"transport"},
+    "execution": {"agreement", "program", "schedule", "transport"},
     "observe": {"execution", "schedule"},
 }
 

@@ -169,6 +169,11 @@ class ModelParallelParameters(BaseModel):
         description="Calls of modules on other stages return at once, with results shaped as in earlier calls; false: each "
         "call waits for its result, which is slower, but models need it whose output shapes depend on values.",
     )
+    step_program: StrictBool = Field(
+        False,
+        description="Stages keep the requests of planned steps, and send each other only tensors while the model's calls stay "
+        "the same.",
+    )
     static_mode: StrictBool = Field(False, description="Accepted for old scripts; recorded order is always replayed.")
     checkpoint_attentions: StrictBool = Field(False, description="Checkpoint the attentions of distributed layers.")
     overlapping_allreduce: StrictBool = Field(True, description="Reduce gradients while backward still runs.")

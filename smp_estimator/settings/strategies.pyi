@@ -51,6 +51,7 @@ class ModelParallel(dict[str, Any]):
         load_partition: bool = False,
         partition_file: str | None = None,
         fast_mode: bool = True,
+        step_program: bool = False,
         static_mode: bool = False,
         checkpoint_attentions: bool = False,
         overlapping_allreduce: bool = True,
@@ -112,6 +113,8 @@ class ModelParallel(dict[str, Any]):
             partition_file: File with a partition decision, read or written; relative: with the job's output and checkpoints.
             fast_mode: Calls of modules on other stages return at once, with results shaped as in earlier calls; false: each
                 call waits for its result, which is slower, but models need it whose output shapes depend on values.
+            step_program: Stages keep the requests of planned steps, and send each other only tensors while the model's calls
+                stay the same.
             static_mode: Accepted for old scripts; recorded order is always replayed.
             checkpoint_attentions: Checkpoint the attentions of distributed layers.
             overlapping_allreduce: Reduce gradients while backward still runs.

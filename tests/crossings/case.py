@@ -70,6 +70,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prescaled": (False, True),
     "schedule": ("interleaved", "simple", "zero_bubble", "virtual_stages"),
     "fast_mode": (True, False),
+    "step_program": (False, True),
     "precision": ("float64", "float32", "autocast", "bf16", "fp16"),
     "checkpointing": ("none", "each", "some", "inner", "offload"),
     "compiled": (False, True),
@@ -159,6 +160,7 @@ class Case:
     prescaled: bool = False
     schedule: str = "interleaved"
     fast_mode: bool = True
+    step_program: bool = False
     precision: str = "float64"
     checkpointing: str = "none"
     compiled: bool = False
@@ -284,6 +286,7 @@ class Case:
             "microbatches": self.microbatches,
             "prescaled_batch": self.prescaled,
             "fast_mode": self.fast_mode,
+            "step_program": self.step_program,
             "host_collectives": self.host_collectives,
             "optimize": self.optimize,
             "placement_strategy": self.placement,
@@ -340,7 +343,7 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["precision"] = "float32"  # its power iteration carries roundings from step to step
     world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
     if pp == 1:
-        values |= {"schedule": "interleaved", "fast_mode": True}
+        values |= {"schedule": "interleaved", "fast_mode": True, "step_program": False}
     if pp > 1 and values["microbatches"] == 1:
         values["microbatches"] = 4
     if values["optimizer"] in _OF_TENSORS and values["net"] == "images":

@@ -38,6 +38,7 @@ def find_warnings(parameters: Any) -> list[str]:
         found.append(f"context_parallel={parameters.context_parallel!r} ignored: context_parallel_degree is 1")
     if parameters.prescaled_batch and tensor == 1:
         found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
+    found += _of_programs(parameters)
     return found + _of_compiling(parameters) + _without_effect(parameters)
 
 
@@ -47,6 +48,16 @@ def _of_sharding(given: Container[str]) -> list[str]:
     if not ignored:
         return []
     return [f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded"]
+
+
+def _of_programs(parameters: Any) -> list[str]:
+    if not parameters.step_program:
+        return []
+    if parameters.pipeline_parallel_degree == 1:
+        return ["step_program ignored: pipeline_parallel_degree is 1"]
+    if not parameters.fast_mode:
+        return ["step_program ignored: fast_mode is false, so every call waits for its result"]
+    return []
 
 
 def _of_microbatches(parameters: Any) -> list[str]:

@@ -176,6 +176,7 @@ class Stages:
                 # Ranks that share sequences out draw the same random numbers.
                 replica=ranks.rank_in(Group.BATCH_DP),
                 predicts=ranks.cfg.fast_mode,
+                has_programs=ranks.cfg.step_program,
                 begins=self._task_begins,
                 runs_forward=contextlib.nullcontext if shards is None else shards.forward,
                 share=self._sharing(),

@@ -8,14 +8,16 @@ then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
-from smp_runtime.pipeline.transport.messages import Done, Release, ValueMessage
+from smp_runtime.pipeline.transport.messages import AllDone, Done, ProgramLeft, Release, ValueMessage
 
 if TYPE_CHECKING:
+    import torch
+
     from smp_runtime.pipeline.execution.messenger import Messenger
     from smp_runtime.pipeline.execution.module_server import ModuleServer
     from smp_runtime.pipeline.execution.running_step import Microbatches
@@ -109,6 +111,31 @@ class Completion:
             if task.kind is TaskKind.BACKWARD or not context.scheduler.is_running:
                 self._messenger.tell_now()
 
+    def all_done(self, stage: int, done: AllDone) -> None:
+        """Handle another stage's message that all its calls of a microbatch are done."""
+        for kind, path in self._context.root_program.keys_of(stage, done.microbatch):
+            self.request_done(Done(kind, done.microbatch, path))
+
+    def values_came(self, root: int, value: ValueMessage, tensors: Sequence[torch.Tensor]) -> None:
+        """Handle values; the first one of a group of the step's program is also the request for the group's calls."""
+        context = self._context
+        context.values.put_all(value.names, tensors)
+        if value.group is None:
+            return
+        for microbatch in value.finished:
+            self.microbatch_done(microbatch)
+        with context.lock:
+            calls = context.program.begin_group(value.group, value.finished)
+        for call in calls:
+            self._server.accept(root, call, value.group)
+
+    def program_left(self, root: int, left: ProgramLeft) -> None:
+        """Handle that the root stage has left the step's program: it waits for each call from now on."""
+        with self._context.lock:
+            for done in self._context.program.leave():
+                self._messenger.tell_later(root, done)
+            self._messenger.tell_now()
+
     def microbatch_done(self, microbatch: int) -> None:
         """Handle the root stage's message that a microbatch is finished."""
         with self._context.lock:
@@ -118,12 +145,15 @@ class Completion:
         """Report a task as done if its code and all its requests have ended; the caller holds the lock."""
         if not task.code_done or task.open:
             return
-        if task.caller is not None:
-            self._messenger.tell_later(task.caller, Done(str(task.kind), task.microbatch, task.path))
-            return
         context, microbatches = self._context, self._microbatches
-        for stage in context.others:
-            self._messenger.tell_later(stage, Release(task.microbatch))
+        if task.caller is not None:
+            done = Done(str(task.kind), task.microbatch, task.path)
+            for news in [done] if task.group is None else context.program.call_done(done):
+                self._messenger.tell_later(task.caller, news)
+            return
+        if not context.root_program.microbatch_finished(task.microbatch):
+            for stage in context.others:
+                self._messenger.tell_later(stage, Release(task.microbatch))
         self._release(task.microbatch)
         microbatches.finished.add(task.microbatch)
         context.scheduler.poke()

@@ -15,6 +15,7 @@ import torch
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import (
     UNCOUNTED,
+    AllDone,
     Begin,
     Done,
     Fail,
@@ -58,7 +59,7 @@ class Messenger:
         self._lock = lock
         self._early: list[_Waiting] = []
         self._is_open = self._has_begun = False
-        self._news: dict[int, list[Done | Release]] = {}
+        self._news: dict[int, list[Done | AllDone | Release]] = {}
         self.step = 0
         self.counts = counts
         #: Messages of the step, by stage.
@@ -90,15 +91,18 @@ class Messenger:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor] = (), *, copy: bool = True) -> None:
         """Send a message of this step; None sends only the pending news.
+
+        Args:
+            copy: False promises that the tensors' memory does not change any more.
 
         Raises:
             StageError: that stage has left.
         """
         self._alarm.check_left((stage,))
         try:
-            self.transport.send(stage, self.stamp(stage, message), tensors)
+            self.transport.send(stage, self.stamp(stage, message), tensors, copy=copy)
         except SMPRuntimeError:
             # The stage may have left meanwhile: that error is more precise than a failed send.
             self._alarm.check_left((stage,))
@@ -119,7 +123,7 @@ class Messenger:
             news = tuple(to_plain(each) for each in pending)
             return self.step, _to_plain_or_none(message), news
 
-    def tell_later(self, stage: int, news: Done | Release) -> None:
+    def tell_later(self, stage: int, news: Done | AllDone | Release) -> None:
         """Queue the news of an end for a stage; it goes with the next message, or when there is nothing to do.
 
         The caller holds the lock.
@@ -142,7 +146,7 @@ class Messenger:
         """
         waiting = []
         for stage, news in self._news.items():
-            has_end = any(isinstance(each, Done) for each in news)
+            has_end = any(isinstance(each, Done | AllDone) for each in news)
             if has_end:
                 waiting.append(stage)
         return waiting

@@ -112,7 +112,16 @@ class ModuleServer:
 
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
 
-    def accept_call(self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor]) -> None:
+    def accept(self, caller: int, call: ForwardCall | BackwardCall, group: int) -> None:
+        """Accept a request that the step's program has; its tensors come separately."""
+        if isinstance(call, ForwardCall):
+            self.accept_call(caller, call, (), group)
+        else:
+            self.accept_backward(caller, call, (), group)
+
+    def accept_call(
+        self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor], group: int | None = None
+    ) -> None:
         """Accept a request to run a module."""
         self._context.values.put_all(call.inline, tensors)
         label = str(call.module)
@@ -127,10 +136,13 @@ class ModuleServer:
             random,
             caller=caller,
         )
+        task.group = group
         self._direct("F", task, call.goes)
         self._add("F", task, call.slots)
 
-    def accept_backward(self, caller: int, back: BackwardCall, tensors: Sequence[torch.Tensor]) -> None:
+    def accept_backward(
+        self, caller: int, back: BackwardCall, tensors: Sequence[torch.Tensor], group: int | None = None
+    ) -> None:
         """Accept a request to run a module's backward pass."""
         self._context.values.put_all(back.inline, tensors)
         task = Task(
@@ -142,6 +154,7 @@ class ModuleServer:
             self._context.random_state(back.microbatch, "backward", 0),
             caller=caller,
         )
+        task.group = group
         task.in_model_backward = back.in_model_backward
         self._direct("B", task, back.goes)
         # A caller that used an argument which the module only hands on can be here before the forward pass has run.

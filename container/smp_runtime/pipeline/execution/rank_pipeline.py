@@ -25,8 +25,10 @@ from smp_runtime.pipeline.execution.root_stage import RootStage
 from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext
 from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
+from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
+    AllDone,
     Ask,
     BackwardCall,
     Begin,
@@ -36,6 +38,7 @@ from smp_runtime.pipeline.transport.messages import (
     End,
     Fail,
     ForwardCall,
+    ProgramLeft,
     Record,
     Release,
     Reply,
@@ -51,7 +54,7 @@ from smp_runtime.tensors.random_state import OtherGenerators, RandomState
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
-    from smp_runtime.pipeline.execution.task import TaskWatch
+    from smp_runtime.pipeline.execution.task import Task, TaskWatch
     from smp_runtime.pipeline.transport.tensor_channels import MakeGroup
     from smp_runtime.pipeline.transport.transport import PipelineTransport
 
@@ -66,6 +69,7 @@ class PipelineSettings:
     active: int = 1  # most microbatches in flight
     replica: int = 0  # data parallel rank, part of the seeds
     predicts: bool = True  # whether calls return without waiting if their result is known in advance
+    has_programs: bool = False  # whether planned steps get programs
     #: Called on a worker's thread with the microbatch of a task that begins there, None when it ends.
     begins: Callable[[int | None], None] = lambda microbatch: None
     #: Returns the context in which modules run forward for other stages. (The step function's own calls have it already.)
@@ -119,12 +123,14 @@ class Pipeline:
             device=device,
             lock=lock,
             send=messenger.send,
+            release=messenger.tell_later,
             modules=modules,
             stage_of=stage_of,
             scheduler=scheduler,
             attributes=attributes,
             replica=settings.replica,
             predicts=settings.predicts,
+            has_programs=settings.has_programs,
             watch=settings.watch,
         )
         self._alarm = Alarm(stage, context.ranks, scheduler, context.changed, messenger.is_open, messenger.send)
@@ -144,6 +150,7 @@ class Pipeline:
             finished=completion.code_ended,
             idle=messenger.tell_now,
             leaves_weights=completion.weights_left,
+            pauses=self._pauses,
         )
         # Last of all, since messages may come from now on.
         messenger.connect(
@@ -158,13 +165,16 @@ class Pipeline:
     def _handlers(self, completion: Completion) -> dict[type, Handler]:
         """Return the handler for each type of message."""
         context, server, running_step = self.context, self.server, self._running_step
+        root = context.stage_of("")
         return {
             ForwardCall: server.accept_call,
             BackwardCall: server.accept_backward,
             Reply: lambda sender, reply, tensors: context.replied(reply),
-            ValueMessage: lambda sender, value, tensors: context.values.put_all(value.names, tensors),
+            ValueMessage: lambda sender, value, tensors: completion.values_came(root, value, tensors),
             Deliver: lambda sender, wanted, tensors: context.values.deliver(wanted.name, wanted.stage),
             Done: lambda sender, done, tensors: completion.request_done(done),
+            AllDone: lambda sender, done, tensors: completion.all_done(sender, done),
+            ProgramLeft: lambda sender, left, tensors: completion.program_left(sender, left),
             Release: lambda sender, done, tensors: completion.microbatch_done(done.microbatch),
             Begin: lambda sender, begin, tensors: running_step.begin(begin),
             Diverged: lambda sender, message, tensors: running_step.left_order(),
@@ -175,6 +185,10 @@ class Pipeline:
             Record: lambda sender, record, tensors: running_step.recorded(sender, record),
             Fail: lambda sender, fail, tensors: self._alarm.heard(fail),
         }
+
+    def _pauses(self, task: Task) -> None:
+        if task.kind is TaskKind.STEP:
+            self.context.root_program.pause()
 
     @property
     def transport(self) -> PipelineTransport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from smp_runtime.pipeline.execution.output_metadata_cache import (
     outcome_of,
 )
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
+from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import BackwardCall, ForwardCall, GroupCall, Modes, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.remote_tensor import Name, Path, RemoteTensor, TensorMetadata
@@ -152,13 +153,19 @@ class RemoteCall:
             goes,
             tuple(inline),
         )
-        context.send(self._stage, message, list(inline.values()))
+        self._request(task, message, inline)
         self._tensors = None
         self.outcome, results, reply = self._results(task, "F", known, waits, slots)
         if reply is not None:
             prediction.learn_touched(reply)
         self._announce(results, goes, "F")
         return tuple(self._handles_of(task, results, known).values())
+
+    def _request(self, task: Task, message: ForwardCall | BackwardCall, inline: Mapping[Name, torch.Tensor]) -> None:
+        if task.kind is TaskKind.STEP:
+            self._context.root_program.post((task.microbatch, task.part), self._stage, message, inline)
+        else:  # of a module that calls others: no program has these
+            self._context.send(self._stage, message, list(inline.values()))
 
     def _results(
         self, task: Task, kind: str, learned: LearnedOutput, waits: bool, given: Sequence[TensorSlot | None]
@@ -300,7 +307,7 @@ class RemoteCall:
             goes,
             tuple(inline),
         )
-        context.send(self._stage, message, list(inline.values()))
+        self._request(task, message, inline)
         _, results, _ = self._results(task, "B", learned, waits, slots)
         self._announce(results, goes, "B")
         handles = self._handles_of(task, results, learned)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION
+from smp_runtime.pipeline.execution.plan_store import MOST_DIVERGENCES
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
@@ -76,6 +77,10 @@ class RootStage:
         # or if pipelines must agree on it.
         order_counts = self._share is not None or self._plans.order_counts(kind)
         is_serial = takes_turns and not plan.replays and order_counts
+        program = context.root_program
+        program.begin(kind, is_planned=plan.replays)
+        if plan.divergences >= MOST_DIVERGENCES:
+            program.explain("the work of such a step follows no planned order")
         begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, context.switches.requires, call)
         running_step.begin(begin._replace(order=plan.order_of(context.stage)))
         with context.lock:
@@ -95,9 +100,10 @@ class RootStage:
             context.scheduler.poke()
         # Sent while the first microbatch already runs. Stages keep earlier messages of the step until ``Begin`` arrives.
         for stage in self._others:
-            context.send(stage, begin._replace(order=plan.order_of(stage)), [])
+            context.send(stage, begin._replace(order=plan.order_of(stage), program=program.for_stage(stage)), [])
         running_step.wait(lambda: self._microbatches.are_finished, "the microbatches to finish", lambda: self._others)
         running_step.check_children()
+        program.finish()
         results = [self._microbatches.results[number] for number in range(len(functions))]
         packed = pack(results, modules=context.paths)
         wants = kind is not None and self._wants_record(kind)
@@ -122,6 +128,7 @@ class RootStage:
         try:
             with in_modes(modes):
                 returned = function()
+                self._context.root_program.step_function_ended(task.microbatch)
                 self._context.switches.step_function_ended(task.microbatch)
                 packed = pack(returned, modules=self._context.paths)
                 if any(isinstance(tensor, RemoteTensor) for tensor in packed.tensors):

@@ -180,6 +180,7 @@ class RunningStep:
             context.seed = begin.seed
             order = self._plans.order(begin)
             context.scheduler.reset(order, records=begin.is_recorded)
+            context.program.begin(begin.program)
             self.microbatches.active = 1 if begin.is_serial else self._active
             context.in_turn = begin.is_serial and self._plans.is_shared
             self._buffers = context.tensor_versions()
@@ -321,6 +322,7 @@ class RunningStep:
 
     def _follow_no_order(self) -> None:
         self.diverged = True
+        self._context.root_program.leave("a stage has left the planned order")
         if self.meet is not None:  # ranks of other pipelines must leave it at the same place
             self._context.scheduler.halt()
             self._context.changed.notify_all()
@@ -343,6 +345,7 @@ class RunningStep:
         context.attributes.end()
         context.switches.leave()
         context.values.clear()
+        context.program.clear()
         context.replies.clear()
         context.opened.clear()
         self.microbatches.clear()

@@ -15,6 +15,8 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.microbatch_state.attributes import weight_versions
 from smp_runtime.microbatch_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.value_store import ValueStore
+from smp_runtime.pipeline.program.root_program import RootProgram
+from smp_runtime.pipeline.program.stage_program import StageProgram
 from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
 from smp_runtime.tensors.random_state import RandomState, task_seed
 from smp_runtime.tensors.torch_private import default_device, saved_tensor_hooks
@@ -35,6 +37,7 @@ class StageContext:
     device: torch.device
     lock: threading.RLock  # guards everything here, the tasks and the values
     send: Callable[..., None]  # message and tensors to a stage; the message gets the number of the step
+    release: Callable[..., None]  # queues the news that a microbatch is finished for a stage
     modules: Mapping[str, nn.Module]  # by path
     stage_of: Callable[[str], int]  # stage of every module by path; that of ``""`` is the root stage
     scheduler: TaskScheduler
@@ -44,6 +47,7 @@ class StageContext:
     #: Whether in this step a request is done before its caller goes on. Pipelines without a planned order agree only if
     #: there is never a choice: otherwise each one's next task would depend on the messages that have arrived there.
     in_turn: bool = False
+    has_programs: bool = False  # whether planned steps get programs
     watch: TaskWatch | None = None
     make_group: Callable[[GroupCall], nn.Module] | None = None  # makes a module of those that a :class:`GroupCall` runs
     seed: int = 0  # of the step
@@ -58,12 +62,17 @@ class StageContext:
     values: ValueStore = field(init=False)
     anchor: torch.Tensor = field(init=False)
     switches: ModuleFlags = field(init=False)  # the flags of all modules and parameters
+    program: StageProgram = field(init=False)  # this stage's calls in the programs of steps
+    root_program: RootProgram = field(init=False)  # the programs of steps, on the root stage
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.others = [stage for stage in range(len(self.ranks)) if stage != self.stage]
-        self.values = ValueStore(self.lock, self.stage, self.scheduler, self.send)
+        self.program = StageProgram()
+        self.values = ValueStore(self.lock, self.stage, self.scheduler, self.send, self.program.finished_in)
+        is_on = self.has_programs and self.predicts and self.stage == self.stage_of("")
+        self.root_program = RootProgram(self.lock, self.send, self.release, self.others, is_on=is_on)
         # Requires a gradient, so that a call's result does too, even if no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._groups: dict[str, tuple[GroupCall, nn.Module]] = {}

@@ -68,6 +68,8 @@ class Task:
         #: Seconds of the running segment before its last pause.
         self.spent = 0.0
         self.has_thread = False
+        #: Group of the step's program that it belongs to; None if it was requested.
+        self.group: int | None = None
         #: Held while it is not the task's turn: a bare lock wakes a thread much faster than an event.
         self.turn = threading.Lock()
         self.turn.acquire()

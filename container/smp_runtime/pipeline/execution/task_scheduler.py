@@ -59,6 +59,7 @@ class TaskScheduler:
     _finished: Callable[[Task], Callable[[], None] | None]
     _idle: Callable[[], None]
     _leaves_weights: Callable[[Task], None]
+    _pauses: Callable[[Task], None]
 
     def __init__(
         self,
@@ -105,8 +106,9 @@ class TaskScheduler:
         finished: Callable[[Task], Callable[[], None] | None],
         idle: Callable[[], None],
         leaves_weights: Callable[[Task], None],
+        pauses: Callable[[Task], None],
     ) -> None:
-        """Set the callbacks, before the first task; all are called with the lock held.
+        """Set the callbacks, before the first task; all but the last are called with the lock held.
 
         Args:
             is_admitted: returns whether a new step function task may begin (microbatches in flight).
@@ -116,6 +118,7 @@ class TaskScheduler:
                 the baton.
             idle: no task can run.
             leaves_weights: a segment ends that has left gradients of weights for later.
+            pauses: a task is about to wait; called without the lock.
         """
         self._is_admitted = is_admitted
         self._diverged = diverged
@@ -123,6 +126,7 @@ class TaskScheduler:
         self._finished = finished
         self._idle = idle
         self._leaves_weights = leaves_weights
+        self._pauses = pauses
 
     # -- called by worker threads ----------------------------------------------------------------------------------
 
@@ -143,6 +147,7 @@ class TaskScheduler:
             Abandoned: the step has failed meanwhile.
             DeadlineError: the events have not come in time.
         """
+        self._pauses(task)
         self._settle()
         with self._lock:
             if self.is_aborted:

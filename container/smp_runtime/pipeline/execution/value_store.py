@@ -26,6 +26,9 @@ class ValueStore:
     are sent without the lock, since large tensors take time.
 
     The scheduler is notified of each value that arrives.
+
+    Args:
+        finished_in: returns the finished microbatches that a value of a group of the step's program reports.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class ValueStore:
         stage: int,
         scheduler: TaskScheduler,
         send: Callable[[int, object, list[torch.Tensor]], None],
+        finished_in: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._lock = lock
         self._stage = stage
         self._scheduler = scheduler
         self._send = send
+        self._finished_in = finished_in
         self._tensors: dict[Name, torch.Tensor] = {}
         self._versions: dict[Name, int] = {}
         self._names: dict[int, set[Name]] = {}
@@ -79,7 +84,14 @@ class ValueStore:
             self._scheduler.poke()
         # Without the lock: sending tensors may wait for another stage, and the receivers here need the lock meanwhile.
         for stage in stages:
-            self._send(stage, ValueMessage((name,)), [tensor])
+            self._send(stage, self._message(name, made_by), [tensor])
+
+    def _message(self, name: Name, made_by: Task | None) -> ValueMessage:
+        """Return the message with a value; that of a task of the step's program is a request for the rest of its group."""
+        group = None if made_by is None else made_by.group
+        if group is None:
+            return ValueMessage((name,))
+        return ValueMessage((name,), group, self._finished_in(group))
 
     def put_all(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Store the values that came with a message."""

@@ -93,6 +93,18 @@ class Done(NamedTuple):
     path: Path
 
 
+class AllDone(NamedTuple):
+    """The news that all calls of a microbatch are done that the step's program has for this stage."""
+
+    microbatch: int
+
+
+class ProgramLeft(NamedTuple):
+    """The root stage's news that the rest of the step does not follow its program, but goes on with requests."""
+
+    why: str
+
+
 class Deliver(NamedTuple):
     """A request to send a value to another stage as soon as it exists."""
 
@@ -101,9 +113,11 @@ class Deliver(NamedTuple):
 
 
 class ValueMessage(NamedTuple):
-    """Values; their tensors travel with the message."""
+    """Values; their tensors travel with the message. In a step with a program it may be a request too."""
 
     names: tuple[Name, ...]
+    group: int | None = None  # of the step's program: the receiver runs its calls of this group
+    finished: tuple[int, ...] = ()  # microbatches that are finished, as ``Release``
 
 
 class Release(NamedTuple):
@@ -141,6 +155,7 @@ class Begin(NamedTuple):
     is_serial: bool  # whether the microbatches run one after the other
     requires: bytes  # which parameters require gradients
     call: StepAnnouncement  # how the root stage's script has called the step
+    program: Any = None  # number of the step's program, and this stage's part of it if that is new; None: it has none
 
 
 class Diverged(NamedTuple):
@@ -208,6 +223,7 @@ _KINDS: tuple[Any, ...] = (
     *(ValueMessage, ForwardCall, BackwardCall, Done, Release, Reply, Deliver),
     *(Begin, Diverged, End, Record, Fail),
     *(Ask, StageProgress, Turn),
+    *(AllDone, ProgramLeft),
 )
 #: Messages about the others, which are not counted themselves and bring no news.
 UNCOUNTED = (Ask, StageProgress, Turn)
