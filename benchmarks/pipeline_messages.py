@@ -3,8 +3,9 @@
     python benchmarks/pipeline_messages.py                     # all cases
     python benchmarks/pipeline_messages.py --case gpt2 --set step_program=true
 
-``chain2`` and ``chain4``: one small linear layer on each stage, the step function on the first. ``gpt2``: a GPT (4 layers, hidden
-64, 32 positions) on 2 ranks, two layers each, the step function on the last; ``gpt4``: 8 layers on 4 ranks. 8 microbatches.
+``chain2`` and ``chain4``: one small linear layer on each stage, the step function on the first; ``chain-deep``: 12 layers on each
+of 2 stages. ``gpt2``: a GPT (4 layers, hidden 64, 32 positions) on 2 ranks, two layers each, the step function on the last;
+``gpt4``: 8 layers on 4 ranks. 8 microbatches.
 
 Counted in a step that follows its plan, by stage, and divided by the microbatches: messages by kind and by pair of stages,
 bytes, times that a task was woken on a thread of its own, and of the process all voluntary switches of threads. ``cpu_ms``:
@@ -31,7 +32,7 @@ from launching import print_machine, run_ranks
 
 MICROBATCHES = 8
 #: Stages, and layers on each.
-CASES = {"chain2": (2, 1), "chain4": (4, 1), "gpt2": (2, 2), "gpt4": (4, 2)}
+CASES = {"chain2": (2, 1), "chain4": (4, 1), "chain-deep": (2, 12), "gpt2": (2, 2), "gpt4": (4, 2)}
 
 
 def network(case: str, stages: int, each: int) -> Any:
