@@ -190,6 +190,7 @@ def _unpack(wheel: bytes, folder: str) -> None:
 def _check_members(members: list[zipfile.ZipInfo]) -> None:
     names = {os.path.normpath(member.filename) for member in members}
     size = sum(member.file_size for member in members)
+    # Of two files with one name only the second would stay, and a small archive may hold more than the disk.
     has_duplicates = len(names) < len(members)
     is_too_large = len(members) > _MOST_FILES or size > _MOST_BYTES
     if has_duplicates or is_too_large:

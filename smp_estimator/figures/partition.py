@@ -136,7 +136,8 @@ def _shown_children(node: _Node, high: float) -> list[_Node]:
     """Return the modules inside one that have boxes of their own."""
     if not node.weight:
         return []
-    shown = [child for child in node.children.values() if child.weight]
+    children = node.children.values()
+    shown = [child for child in children if child.weight]
     if len(node.stages) > 1 or not shown:
         return shown
     # Parts of one stage are told apart only if there is room; if the stage changes, always.

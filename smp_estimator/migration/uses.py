@@ -199,6 +199,7 @@ def _is_latest_job(node: ast.expr, names: ScriptNames) -> bool:
 def _note_without_place(source: ScriptSource, names: ScriptNames, node: ast.Attribute) -> None:
     """Note an attribute of an estimator or of a session that SDK v3 lacks."""
     name, owner = node.attr, node.value
+    # An attribute of the class, or of an object.
     is_of_estimator = names.is_estimator(owner) or names.full(owner) in ESTIMATORS
     if name not in _KNOWN and is_of_estimator:
         instead = _WITHOUT_PLACE.get(name, "help(ModelTrainer) lists what there is")

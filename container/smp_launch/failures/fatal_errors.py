@@ -192,11 +192,13 @@ def flush_files() -> None:
     """Write out what open files hold back, as their ends would: text first, as it lies above bytes."""
     # By the type: isinstance() asks the object for its class, and runs code of stand-ins that load a module late.
     found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
-    texts = [file for file in found if issubclass(type(file), io.TextIOBase)]
-    buffers = [file for file in found if issubclass(type(file), io.BufferedIOBase)]
     # Text files first: they write into the files of bytes below them.
-    for file in (*texts, *buffers):
-        _flush(file)
+    for file in found:
+        if issubclass(type(file), io.TextIOBase):
+            _flush(file)
+    for file in found:
+        if issubclass(type(file), io.BufferedIOBase):
+            _flush(file)
 
 
 def _flush(file: io.IOBase) -> None:

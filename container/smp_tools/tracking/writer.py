@@ -145,8 +145,9 @@ class Writer:
         for each in list(self._loggers):
             if points:
                 self._safely(each, functools.partial(each.write, points))
-            is_still_used = each in self._loggers
-            if flush and is_still_used:
+            if each not in self._loggers:
+                continue
+            if flush:
                 self._safely(each, each.flush)
 
     def _safely(self, each: Logger, call: Callable[[], None]) -> None:
