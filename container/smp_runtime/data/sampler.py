@@ -88,6 +88,7 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
             # Behind the end of the order it begins again: that pads.
             places = (start + self.rank + self.num_replicas * torch.arange(count)) % max(1, len(order))
             for index in cast("list[int]", order[places].tolist()):
+                # Before the yield: code behind it runs only if another sample is asked for.
                 if counts:
                     position.hand_out(self.num_replicas)
                 yield index
@@ -128,6 +129,7 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
         Raises:
             SMPUserError: a loader of PyTorch has workers, or one of another library stands between.
         """
+        # The sampler does not know who draws from it; the loader is among the callers.
         frame = inspect.currentframe()
         while frame is not None:
             loader = frame.f_locals.get("self")

@@ -85,6 +85,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
             batch_size: samples in a rank's batch.
             shared: whether workers that live longer than a pass must receive the new values.
         """
+        # Persistent workers have copies of this object, made when they began.
         if shared:
             self._told.share_memory_()
         start = self.position.begin(self.epoch)
@@ -98,6 +99,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
             if start == _NOTHING:
                 return
             worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+            # Whole batches by turns: the loader takes a batch from each worker in the same order.
             for number, sample in enumerate(self._share(epoch, start)):
                 if (number // batch) % workers == worker:
                     yield sample
@@ -115,6 +117,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
             if begin is None:
                 return
             for sample in self._share(self.epoch, begin):
+                # Before the yield: code behind it runs only if another sample is asked for.
                 position.hand_out(self.num_replicas)
                 yield sample
                 if seen != self.times_regrouped:
@@ -130,6 +133,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
         else:
             stream = itertools.islice(self.dataset, start, None)
         while block := tuple(itertools.islice(stream, self.num_replicas)):
+            # A last block that is too short begins again, so that all ranks have as many samples.
             if len(block) == self.num_replicas or not self.drop_last:
                 yield block[self.rank % len(block)]
 

@@ -67,6 +67,7 @@ class Backward:
                 torch.autograd.backward(outputs, gradients)
             return
         current_record().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
+        # For the hooks of gradients, which must not scale once more what begins with this factor.
         self._runs, step.seed_scale = True, scale
         try:
             with _advising(splits=False), contextlib.nullcontext() if step.watch is None else step.watch.backward():
@@ -133,6 +134,7 @@ def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[to
                 "loss, or pass its gradient in grad_tensors",
                 code="SMP303",
             )
+        # Not in place: the gradient is the script's.
         if scale != 1.0:
             seed = torch.ones_like(output) if gradient is None else gradient
             gradients[index] = seed * scale

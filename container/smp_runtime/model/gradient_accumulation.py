@@ -227,6 +227,7 @@ class GradientAccumulation:
         """Abandon a step in which a microbatch raised an error: its gradients are not reduced."""
         if self._agreement is not None:
             self._agreement.abandon()
+        # Its backward passes may have added gradients before the error.
         self._unreduced += self._trains()
         self.open()
 

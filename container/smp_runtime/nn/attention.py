@@ -106,6 +106,7 @@ class DistributedAttentionLayer(HalfBlock):
         if not self.converts:
             return self._inside(states, cross, mask, positions, cache)
         attended = states if cross is None else cross
+        # First of all: here the ranks agree on the shapes, which they gather next.
         mask = self.flow.enter_mask(mask, attended, self._scoring.causal, positions)
         entered_cross = None if cross is None else self.flow.enter(cross)
         entered = self.flow.enter(states)
@@ -151,6 +152,7 @@ class DistributedAttentionLayer(HalfBlock):
         """
         query, key, value = self._heads(normed, cross)
         settings = self.settings
+        # Before the cache, which keeps keys that are turned already.
         if settings.rotary_frequencies is not None:
             turn = (settings.rotary_frequencies, settings.rotary_interleaved, settings.rotary_scale, positions)
             query, key = rotate(query, *turn), rotate(key, *turn)
@@ -176,6 +178,7 @@ class DistributedAttentionLayer(HalfBlock):
             query, key, value = together.unflatten(-1, (self.num_local_heads, 3 * size)).transpose(1, 2).chunk(3, -1)
             return query, key, value
         maps = [self.query, self.key, self.value]
+        # One call for all maps of one input, which is gathered once and whose gradients are summed once.
         if cross is None:
             results = self.flow.columns(normed, [m.weight for m in maps], [m.bias for m in maps])
         else:
@@ -200,6 +203,7 @@ class DistributedAttentionLayer(HalfBlock):
         settings = self.settings
         if self.cross_attention or not settings.use_alibi:
             return None
+        # The slopes depend on a head's number among all heads.
         first = self.tensor_group.rank * self.num_local_heads
         slopes = alibi_slopes(settings.num_attention_heads, settings.alibi_bias_max)
         return slopes[first : first + self.num_local_heads]

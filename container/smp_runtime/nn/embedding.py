@@ -96,6 +96,7 @@ class DistributedEmbedding(ReadByOthers):
         stays_local = group.size == 1 or self._skip_allgather
         if stays_local:
             return mine
+        # Each rank keeps the rows of its own batch, and gets all columns of them.
         if own and not self._skip_scatter_and_merge:
             return exchange_parts(mine, group, split=0, joined=-1)
         return gather_slices(mine, group, -1, partial=False)
@@ -124,6 +125,7 @@ def rows_of_all(
     ids = input if group.prescaled else whole_batch(input, group)
     elsewhere = (ids < here.start) | (ids >= here.stop)
     local = padding - here.start if padding is not None and padding in here else None
+    # Row 0 is looked up in place of rows elsewhere; the mask behind it stops its gradient too.
     rows = F.embedding((ids - here.start).masked_fill(elsewhere, 0), weight, local)
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
     return sum_partials(rows, group) if group.prescaled else scatter_summed(rows, group, 0)

@@ -95,8 +95,10 @@ class DistributedLinear(ReadByOthers):
                 code="SMP307",
             )
         else:
+            # Each rank gets its channels of all batches, and at the end the sum for its own batch.
             features = exchange_parts(agreeing_on_shape(input, group), group, split=-1, joined=0)
             output = scatter_summed(product(features, self._map(), None), group, 0)
+        # Behind the sum, in which each rank's bias would count.
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:

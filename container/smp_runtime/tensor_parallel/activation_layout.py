@@ -96,6 +96,7 @@ class ActivationFlow(abc.ABC):
         is_replicated = self._dim is None
         if torch.compiler.is_compiling():
             return traced.dropout(hidden, probability, replicated=is_replicated)
+        # Where all ranks have the same activations, they must drop the same elements.
         tracker = RandomTracker.of(self._group)
         family = tracker.replicated if is_replicated else tracker.split
         with family(hidden.device):
@@ -158,6 +159,7 @@ class SlicedFlow(ActivationFlow):
 
     def __init__(self, group: TensorGroup) -> None:
         super().__init__(group)
+        # Parts of the sequences of a common batch; otherwise each rank's own sequences.
         self._dim = 1 if group.prescaled else 0
         self.rows_see_all = group.prescaled
 
@@ -166,6 +168,7 @@ class SlicedFlow(ActivationFlow):
         if not self._group.prescaled:
             self._check_shape(hidden)
             return hidden
+        # Collectives need parts of one length.
         missing = self._missing(hidden.shape[1])
         return collectives.take_slice(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
 

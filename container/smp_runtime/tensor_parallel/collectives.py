@@ -29,6 +29,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # A copy: autograd may hand the same tensor to other functions, and the sum is written in place.
         return traced_group(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -37,6 +38,7 @@ class _SumPartialTensors(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        # A copy: the caller's tensor is this rank's summand, which other code may read.
         return traced_group(group).all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -78,6 +80,7 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
+        # Not a view, which would keep the whole in memory.
         return traced_group(group).slice(tensor, dim).contiguous()
 
     @staticmethod

@@ -101,7 +101,7 @@ class TensorGroup:
         return ranks.keep(cls, lambda: cls(ranks))
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
-        return self
+        return self  # a copied module is split over the same ranks
 
     def alone(self) -> TensorGroup:
         """Return a group of only this rank, for a module that is not split."""

@@ -89,6 +89,7 @@ def make_parameter(
         where: the part that this rank has, or None for the whole.
         dtype: None means PyTorch's default.
     """
+    # Also of parameters that this rank does not draw: the ranks must number them alike.
     _stream.count += 1
     number, local_shape = _stream.count, shape if where is None else where.local_shape
     dtype = dtype or torch.get_default_dtype()
@@ -123,6 +124,7 @@ def _seed() -> int | torch.Tensor:
         if deferral is None:
             _stream.seed = _stream.group.agree(draw_seed())
         else:
+            # The agreement is a collective: it waits until all ranks create their parameters.
             _stream.seed = torch.empty((), dtype=torch.int64, device="cpu")
             deferral.later(_write_seed, _stream.seed, _stream.group)
     return _stream.seed

@@ -58,6 +58,7 @@ def _columns_gradients(
     """
     count = len(weights)
     needs_weights, needs_biases = needed[1 : 1 + count], needed[1 + count :]
+    # Begun first, so that it runs while the input's gradient is computed.
     regathering = None
     if dim is not None and group.size > 1 and any(needs_weights):
         regathering = group.start_gather(x)
@@ -66,6 +67,7 @@ def _columns_gradients(
         dx = gradients[0].matmul(weights[0].conj())
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             dx += gradient.matmul(weight.conj())
+        # Before the weights' gradients, with which it overlaps.
         if group.size > 1:
             if dim is None:
                 waiting = group.start_all_reduce(dx)
@@ -82,6 +84,7 @@ def _columns_gradients(
     bias_gradients = [
         _bias_gradient(gradient) if wanted else None for gradient, wanted in zip(gradients, needs_biases, strict=True)
     ]
+    # Last, since nothing above reads the reduced gradient.
     if waiting is not None:
         waiting.wait()
     return [dx, *weight_gradients, *bias_gradients]
@@ -149,6 +152,7 @@ class _Rows(torch.autograd.Function):
             return F.linear(x, weight, bias)
         partial, ranks = F.linear(x, weight), traced_group(group)
         output = ranks.all_reduce(partial) if dim is None else ranks.scatter_sum(partial, dim)
+        # Behind the sum, in which each rank's bias would count.
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -159,6 +163,7 @@ class _Rows(torch.autograd.Function):
         if ctx.dim is not None:
             full = traced_group(ctx.group).gather(gradient, ctx.dim)
         dx = full.matmul(weight.conj()) if ctx.needs_input_grad[0] else None
+        # A compiled graph has no moment to which it could leave a gradient.
         may_wait = not torch.compiler.is_compiling()
         dw = _now_or_later(full, x, weight, may_wait) if ctx.needs_input_grad[3] else None
         return dx, None, None, dw, db

@@ -84,6 +84,7 @@ class LinearSplit:
         if self.columns:
             features = product(shared.of(x, group), matrix, bias)
             return collectives.gather_slices(features, group, -1, partial=False) if self.joins else features
+        # The maps of columns before this one are done with their common input.
         shared.clear()
         mine = collectives.take_slice(x, group, -1) if self.joins else x
         return multiply_rows(mine, group, None, matrix, bias, multiply)
@@ -97,6 +98,7 @@ class LinearSplit:
     def _alone(
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup, product: Multiply
     ) -> torch.Tensor:
+        # A summand without effect: the module's own sum goes over all ranks.
         if self.owner is not None and self.owner != group.rank:
             return x.new_zeros((*x.shape[:-1], *self.pieces))
         if self.columns:

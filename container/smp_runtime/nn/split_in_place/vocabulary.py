@@ -42,6 +42,7 @@ class Tie:
                 f"it has {rows} rows, too few for {module.tensor_group.size} ranks to have a part each; use a smaller "
                 "tensor_parallel_degree"
             )
+        # One parameter object: the ties of the original are ties of what takes its place.
         if self._made is None:
             module.add_split("weight", (rows, width), 0, fill)
             self._made = module._parameters["weight"]
@@ -108,6 +109,7 @@ class PlannedHead(ReadByOthers):
         group = self.tensor_group
         if group.size == 1:
             return F.linear(input, self._own_part("weight"), self.bias)
+        # Collectives need parts of one size, but the last rank may have fewer rows.
         missing = self.tensor_slices["weight"].size - self._own_part("weight").shape[0]
         if group.prescaled:
             mine = F.linear(use_replicated(input, group), self._own_part("weight"))
