@@ -25,7 +25,7 @@ _NOTEBOOK_INTERVAL_SECONDS = 0.5
 #: Records that the speed is measured over, so that the estimate follows a change of pace.
 _WINDOW = 50
 
-#: The usage of so many ranks is listed one by one; of more, the most and the least are told.
+#: The usage of so many ranks is listed one by one; of more ranks, only the greatest and the least.
 _LISTED_RANKS = 8
 
 Event = str | ProgressRecord | UsageRecord | PaceRecord | None
@@ -102,7 +102,7 @@ def usage_line(used: Mapping[int, UsageRecord]) -> str:
     memory = {rank: used[rank].memory_bytes / 2**30 for rank in sorted(used)}
     most, least = max(memory, key=memory.__getitem__), min(memory, key=memory.__getitem__)
     if len(memory) == 1:
-        # Of a job that failed only the rank that did may have told.
+        # In a job that failed, perhaps only the failed rank has reported its usage.
         said = f"peak memory{f' of rank {most}' if most else ''}: {memory[most]:.2f} GiB"
     elif len(memory) <= _LISTED_RANKS and list(memory) == list(range(len(memory))):
         said = f"peak memory by rank: {', '.join(f'{one:.2f}' for one in memory.values())} GiB (most: rank {most})"

@@ -120,7 +120,7 @@ def stop_and_resume(trainer: Any) -> None:
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not self.reason:
                 return
-            # Before the message, which says that all ranks have saved.
+            # Before the message, which reports that all ranks have saved.
             session.ranks.control.barrier(session.ranks.members(Group.WORLD))
             if session.ranks.rank == 0:
                 logger.warning(

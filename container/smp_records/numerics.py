@@ -50,7 +50,7 @@ PHASES = (WEIGHT, BUFFER, INPUT, OUTPUT, LOSS, OUTPUT_GRADIENT, LOSS_SCALE, GRAD
 
 #: Axes of the degrees of a job.
 _AXES = {"pp", "tp", "rdp", "sharded"}
-#: Only of jobs whose ranks share sequences out.
+#: Only of jobs with context parallelism.
 _MORE_AXES = {"cp"}
 #: Of a tensor, and of steps.
 _MOST_ELEMENTS = 2**62

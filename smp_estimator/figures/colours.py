@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 
-#: Lightness of a microbatch's colour, so that its forward and backward passes can be told apart.
+#: Lightness of a microbatch's colour, which differs between its forward and backward passes.
 _LIGHTNESS = {"F": 0.62, "B": 0.40, "W": 0.26}
 _SATURATION = 0.55
 _STEP_FUNCTION = "#9b9b9b"

@@ -28,7 +28,7 @@ class _Node:
 
     path: str
     own: float = 0.0  # its weight without its children's
-    stage: int | None = None  # its own; None where nobody has said
+    stage: int | None = None  # its own; None if it is not known
     children: dict[str, _Node] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ from smp_estimator.figures.svg import box, colour, ink_on, legend, picture, text
 #: Units of a square with its gap, and the room for a host's name.
 _WIDE, _HIGH, _NAMES = 50, 36, 62
 
-#: Hosts beyond these repeat the pattern, and are told in words.
+#: Hosts beyond these repeat the pattern, and are described in words.
 _MOST_HOSTS = 8
 
 #: Squares of more ranks in a row would be smaller than their numbers; the rest of a host goes into the next row.

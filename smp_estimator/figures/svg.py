@@ -11,7 +11,7 @@ from html import escape
 #: Width of a picture in its own units; a notebook scales it to the width of its page.
 WIDTH = 960
 
-#: Told apart by people who see few colours, too (Okabe and Ito 2008), and on both grounds.
+#: Distinct also for people who see few colours (Okabe and Ito 2008), on light and dark backgrounds.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#8c8c8c")
 
 

@@ -88,7 +88,7 @@ class ProcessJob:
         # What happens to the job, seen on any thread. The watching thread handles one event after the other.
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.log = JobLog(tree.log, failed=lambda: self._events.put(("log", None)))
-        # Set last, by the watching thread: who waits for it finds status and artifacts complete.
+        # Set last, by the watching thread: status and artifacts are complete then.
         self.done = threading.Event()
         self._session = session
         self._destination = destination
@@ -214,14 +214,14 @@ class ProcessJob:
             for bootstrap in self._bootstraps.values():
                 bootstrap.release(timeout_seconds=2.0)
             self._finish()
-        except Exception as error:  # on a thread: without a status, whoever waits for the job would wait forever
+        except Exception as error:  # on a thread: without a status, a wait for the job would never end
             logger.exception("job %s", self.name)
             said = full_disk(error, Path(getattr(error, "filename", None) or self.tree.root)) or type(error).__name__
             kept = f"what it had written lies in {self.tree.root}"
             self._conclude(Status.FAILED, f"the job ran, but could not be finished: {said}: {error}; {kept}")
             kill_job(self._token, self._sessions())
         finally:
-            # Whatever else goes wrong: who waits for the job must not wait for ever.
+            # Whatever else goes wrong: a wait for the job must end.
             try:
                 self.log.close()
             finally:

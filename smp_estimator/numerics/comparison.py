@@ -216,7 +216,7 @@ class _Judge:
                 if key.phase in (*_STATE, INPUT):
                     yield self._of_other_size(at, key, a, b)
                     continue
-                if not _has_no_batch(a, b):  # parts of which nobody says where they belong
+                if not _has_no_batch(a, b):  # their places in the whole are not known
                     alone.add(key)
                     continue
                 a, b = (_per_piece(total) if key.phase == OUTPUT else total for total in (a, b))
@@ -258,7 +258,7 @@ class _Judge:
         ours, theirs = totals
         for key in keys:
             one, other = ours[key], theirs[key]
-            if key.phase != WEIGHT or one.is_bad or other.is_bad:  # that is a finding by itself, or alike in both
+            if key.phase != WEIGHT or one.is_bad or other.is_bad:  # that is a finding of its own, or alike in both
                 continue
             apart += estimate_distance(one.projections, other.projections) ** 2
             size += one.square

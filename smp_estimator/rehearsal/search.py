@@ -30,7 +30,7 @@ from smp_records.rate_card import RateCard
 #: Stands in the script's arguments for the batch size, which follows from the degrees.
 BATCH = "{batch}"
 
-#: Seconds that a search may take, unless told otherwise.
+#: Seconds that a search may take, by default.
 BUDGET_SECONDS = 600.0
 
 #: Part of the budget after which single changes of what was given are looked at, and then again the best.
@@ -243,7 +243,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     search = Search([region], budget=budget, gap=_GAP)
     start = configuration_of_settings(settings, space.memories[0]) if _CHOSEN & given.keys() else None
     found = search.run([start] if start is not None else [], _OF_THE_BEST if start is not None else 1.0)
-    if found.best is None and found.is_proven and alone.checkpoints:  # nothing fits on the GPUs by itself
+    if found.best is None and found.is_proven and alone.checkpoints:  # nothing fits on the GPUs alone
         space = dataclasses.replace(space, memories=("again", "offloaded"))
         search = Search([dataclasses.replace(region, space=space)], budget=budget, gap=_GAP)
         found = search.run([one.configuration for one in found.judged], _OF_THE_BEST if start is not None else 1.0)

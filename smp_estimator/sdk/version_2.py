@@ -71,7 +71,7 @@ def without_absent_defaults() -> Iterator[None]:
     They are kept if the user has configured the SDK's logging.
     """
     logger = logging.getLogger("sagemaker.config")
-    if logger.level or logger.handlers or logging.getLogger("sagemaker").handlers:  # somebody wants to read it
+    if logger.level or logger.handlers or logging.getLogger("sagemaker").handlers:  # the user asked for it
         yield
         return
     logger.addFilter(_tells_something)

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 #: Stands where the SDK expects an image; job names begin with its last part.
 PROCESS_IMAGE = f"local/smp-process:{__version__}"
 
-#: What a job without a limit says; on this machine it is not ended for that one.
+#: The limit of a job that was given none; on this machine such a job has no limit.
 _NO_LIMIT_SECONDS = 24 * 60 * 60
 
 #: Characters of a job's name, as in the service.
 _LONGEST_NAME = 63
 
-#: What a channel says of itself, and of where it lies.
+#: Fields of a channel, and of its location.
 _CHANNEL_FIELDS = "content_type", "compression_type", "record_wrapper_type", "input_mode", "shuffle_config"
 _SOURCE_FIELDS = (
     *("s3_data_type", "s3_data_distribution_type", "attribute_names", "instance_group_names"),

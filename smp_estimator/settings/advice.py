@@ -181,7 +181,7 @@ def _region_of(bucket: str, session: Any) -> str | None:
     try:
         client = session.boto_session.client("s3", region_name=session.boto_region_name, config=quick)
         answer = client.head_bucket(Bucket=bucket)
-    except ClientError as error:  # also a refusal tells the region
+    except ClientError as error:  # a refusal names the region too
         answer = error.response
     except BotoCoreError:
         return None

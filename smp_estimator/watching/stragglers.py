@@ -20,7 +20,7 @@ _LEAST_Z = 3.5
 _OF_NORMAL = 1.4826
 #: Part of the usual work by which ranks always differ, and which no z is measured against less than.
 _USUAL_SPREAD = 0.02
-#: Part of the step below which nobody is named.
+#: Part of the step below which no rank is named.
 _LEAST_SHARE = 0.05
 #: Samples of a rank before it is judged.
 _LEAST_SAMPLES = 3

@@ -19,7 +19,7 @@ from smp_config.version2.parameters import Version2Parameters
 #: The packages of the two versions.
 OF_VERSION_1, OF_VERSION_2 = "smdistributed.modelparallel", "torch.sagemaker"
 
-#: Tells the wrapper of a rank which version the launcher has chosen.
+#: Passes the version that the launcher has chosen to the wrapper of a rank.
 VERSION_VARIABLE = "SMP_LAUNCH_LIBRARY_VERSION"
 
 #: Most files of a script's folder that are read for imports.

@@ -75,7 +75,7 @@ class CollectiveThread:
             job, over = given
             try:
                 job()
-            except BaseException as error:  # the host hears of it when it waits for the device
+            except BaseException as error:  # raised when the host waits for the device
                 over(error)
             else:
                 over()

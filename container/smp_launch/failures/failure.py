@@ -285,7 +285,7 @@ class FailureCollector:
         words = [text for text in self._early.get(rank, ()) if text.strip()]
         if rank in self.started or not words:
             return None
-        # An error's line says more than what a library writes after it.
+        # An error's line is the better explanation than what a library writes after it.
         last = words[-1]
         for text in words:
             if _NAMES_ERROR.search(text):

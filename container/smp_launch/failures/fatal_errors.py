@@ -230,7 +230,7 @@ def _leave_report(record: FailureRecord) -> None:
     if not folder:
         return
     try:
-        temporary = Path(folder, f".{record.rank}.{os.getpid()}")  # ranks that heard of it write it too
+        temporary = Path(folder, f".{record.rank}.{os.getpid()}")  # ranks that got its message write it too
         temporary.write_text(record.model_dump_json(), encoding="utf-8")
         temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
     except OSError:

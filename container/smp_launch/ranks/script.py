@@ -223,7 +223,7 @@ def whole_lines() -> None:
         try:
             before.flush()
         except (OSError, ValueError, AttributeError):
-            continue  # closed by whoever started us: keep what there is
+            continue  # closed by the parent: keep what there is
         errors = "backslashreplace" if name == "stderr" else before.errors
         stream = io.TextIOWrapper(
             cast("IO[bytes]", _Descriptor(descriptor)), encoding=before.encoding, errors=errors, line_buffering=True
@@ -255,7 +255,7 @@ def _run_shell(place: RankPlace, program: Program) -> None:
     A bash without a trap for SIGTERM dies at once; the programs that it ran may still save, and how they end is how
     the script ended.
     """
-    if not place.is_supervised:  # whoever started this process signals it, and sees how it ends
+    if not place.is_supervised:  # the parent signals this process, and sees how it ends
         os.execvp("bash", ["bash", str(program.script), *program.words])
     adopt_orphans()
     stopping = False

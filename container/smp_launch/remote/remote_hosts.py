@@ -43,7 +43,7 @@ _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1024
 _SHOWN_CHARACTERS = 200
 
-#: Seconds for the hosts to hear the last word.
+#: Seconds for the hosts to receive the last message.
 _LAST_WORD_PATIENCE = 5.0
 
 

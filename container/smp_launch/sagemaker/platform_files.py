@@ -41,7 +41,7 @@ def text_of(path: Path) -> str:
         OSError: it cannot be read, or is no file.
         ConfigError: it is too large for a file of the platform.
     """
-    # Without waiting for whoever writes into a pipe that stands in its place.
+    # Without waiting for a writer, if a pipe stands in the file's place.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

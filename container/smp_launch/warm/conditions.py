@@ -15,7 +15,7 @@ _STATUS = frozenset(
 #: Files of ``/proc/self`` that count whole.
 _FILES = ("limits", "cgroup", "personality", "oom_score_adj")
 
-#: Variables that are others in each rank or start, and are read after the imports: MPI's, and those of this launcher.
+#: Variables that differ between ranks or starts and are read after the imports: MPI's, and those of this launcher.
 _FREE_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_MCA_", "OMPI_FILE_", "OMPI_ARGV", "PMIX_", "PRTE_", "PMI_")
 _FREE = frozenset(
     """_ OLDPWD MASTER_PORT SMP_JOB_SECRET SMP_LAUNCH_LAYOUT SMP_LAUNCH_REPORTS SMP_LAUNCH_SURROUNDINGS SMP_LAUNCH_WARM

@@ -164,7 +164,7 @@ class MpiTransport:
     def _at_exit(self) -> None:
         """Make the process exit before ``MPI_Finalize``, which would wait for the others, if an exception ends it."""
         if getattr(sys, "last_value", None) is not None:
-            # The interpreter lets go of this last, when files are written and exit handlers have run.
+            # The interpreter frees this last, when files are written and exit handlers have run.
             sys.__dict__["smp_ends_without_mpi"] = _EndsProcess()
 
 

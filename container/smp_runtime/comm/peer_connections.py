@@ -51,7 +51,7 @@ class PeerConnections:
         """End all connections at once, as a network that fails does; for drills."""
         for descriptor, number in self._rank_of:
             with contextlib.suppress(OSError):
-                # The number tells whether the descriptor is still this socket: a closed one is soon another file.
+                # By the number: the descriptor of a closed socket soon belongs to another file.
                 if os.fstat(descriptor).st_ino != number:
                     continue
                 # A duplicate, since leaving the block closes it, and the transport still owns the original.

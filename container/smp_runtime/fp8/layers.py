@@ -32,7 +32,7 @@ logger = logging.getLogger("smp")
 
 _EVERYTHING = (INPUT, WEIGHT, GRADIENT)
 
-#: Said once per process.
+#: Logged once per process.
 EMULATED = (
     "FP8 is emulated: products are of numbers rounded to 8 bits with transformer_engine's scales, computed in the model's type, "
     "which is no faster"

@@ -74,7 +74,7 @@ class AttributeWatch:
 
         entries = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         entries |= {"__getattribute__": read, "__setattr__": write, "__reduce_ex__": reduce}
-        # Who asks for the class gets that of the script, as super(self.__class__, self) must.
+        # Returns the script's class, which super(self.__class__, self) needs.
         entries["__class__"] = property(lambda module: kind)
         # Past a metaclass, which may keep a list of its classes.
         return type.__new__(type(kind), kind.__name__, (_Watched, kind), entries)

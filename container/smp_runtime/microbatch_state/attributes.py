@@ -162,7 +162,7 @@ class Attributes:
         """Swap in the values of ``microbatch``, when its task gets the baton in its forward or backward pass."""
         self._is_forward = is_forward
         begins = microbatch > self._newest
-        if self._is_alone and begins:  # the one before is finished, though this stage may not have heard of it
+        if self._is_alone and begins:  # the one before is finished, though this stage may not know it yet
             self._settle(self._take_all())
         if self._changing and microbatch != self._present:
             self._keep()

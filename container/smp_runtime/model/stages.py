@@ -113,7 +113,7 @@ class Stages:
             Tracing(
                 None if microbatch is None else functools.partial(self._traced_run, microbatch, device),
                 device,
-                # Measured numbers are others in each run, and with them the cuts.
+                # Measured times vary between runs, so the partition would too.
                 self._tracing.times and measures,
                 self._tracing.memory and measures,
                 recomputed_parts(module),

@@ -295,7 +295,7 @@ def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Pendi
 def _finish(owner: MessageGather, gather: _PendingAllGather) -> None:
     try:
         owner.pass_on(gather)
-    except BaseException as error:  # on a thread of its own: whoever waits for the work raises it
+    except BaseException as error:  # on a thread of its own: the wait for the work raises it
         owner.fail(error)
         gather.work.finish(owner.failure(error))
     else:

@@ -56,14 +56,14 @@ class MessageWork(_GatherWork):
 
     def finish(self, error: str | None = None) -> None:
         """Mark the collective as ended, with or without an error; called once."""
-        # Together: who asks for a future later finds the end set, and completes it itself.
+        # Together: a later call of get_future() finds the end set, and completes the future itself.
         with self._lock:
             self._error = error
             self._over.set()
             future = self._future
         if future is None:
             return
-        # Whoever asked for the future before may have given it callbacks.
+        # The future may have callbacks already.
         try:
             threading.Thread(target=self._settle, args=(future,), name="smddp-callbacks", daemon=True).start()
         except RuntimeError:  # the interpreter ends and starts no more threads

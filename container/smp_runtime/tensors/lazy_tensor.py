@@ -185,7 +185,7 @@ _NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 #: Backward passes, with the position of the argument that lists the tensors to differentiate by.
 _GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
 
-#: Made from shape and type alone. PyTorch names its own functions, whoever has wrapped them.
+#: Made from shape and type alone. These are PyTorch's own functions, also if other code has wrapped them.
 _LIKE: dict[Any, Any] = {
     inspect.unwrap(like): make
     for like, make in ((torch.ones_like, torch.ones), (torch.zeros_like, torch.zeros), (torch.empty_like, torch.empty))

@@ -297,7 +297,7 @@ def default_device() -> str | None:
     """Return the kind of the calling thread's default device for new tensors; None if none was set."""
     if not count_function_modes():  # asked for at every call
         return None
-    # Imported by whoever sets one first.
+    # Imported by the code that sets one first.
     kind = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
     return next((mode.device.type for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
 

@@ -71,7 +71,7 @@ def _copy(record: ParameterRecord, tensor: torch.Tensor, region: TensorRegion, r
     is_split = record.placement.tensor_axis is not None
     if is_split or record.reduction is Group.DP or ranks.size(Group.TP) == 1:
         return Copy(name, tensor, _number(name))
-    # Each tensor parallel rank has computed this gradient by itself, from equal numbers. A GPU may add them in another order.
+    # Each tensor parallel rank has computed this gradient separately, from equal numbers. A GPU may add them in another order.
     return Copy(name, tensor, _number(f"{name}, tp rank {ranks.rank_in(Group.TP)}"), _number(f"{name}, close"))
 
 

@@ -105,7 +105,7 @@ def _model(text: str) -> Any:
             pass  # two points; the name of a shape, perhaps
     if text.lower() in ("nan", "inf"):
         return float(text)
-    # Told as a path when it can be one only: a misspelt name shall be told as a name.
+    # Reported as a path only if it can be nothing else: a misspelt name is reported as a name.
     return Path(text) if Path(text).suffix == ".json" or Path(text).exists() else text
 
 

@@ -149,7 +149,7 @@ def run(
         _train(settings, channels)
     except ConfigError as error:
         raise click.ClickException(make_printable(append_code(_in_words_of_options(str(error)), error))) from None
-    except KeyboardInterrupt:  # the session has stopped the job, and said so
+    except KeyboardInterrupt:  # the session has stopped the job, and reported it
         raise click.exceptions.Exit(_CTRL_C) from None
 
 
@@ -203,7 +203,7 @@ def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> Non
 
     with tempfile.TemporaryDirectory() as alone:
         folder, script = settings.get("source_dir"), settings["entry_point"]
-        if folder is None:  # the script travels by itself; the SDK knows folders only
+        if folder is None:  # the script travels alone; the SDK knows folders only
             folder, script = alone, Path(shutil.copy2(script, alone)).name
         records: dict[str, Any] = {
             "source_code": SourceCode(source_dir=folder, entry_script=script),

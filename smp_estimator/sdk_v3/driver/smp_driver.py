@@ -45,7 +45,7 @@ def main() -> None:
                 install(find_missing(file.read().split()))
             entry.prefer(entry.unpack_wheel(entry.wheel_in(here)))
         _launch()
-    except BaseException as error:  # the platform shows a job only what its failure file says
+    except BaseException as error:  # of a failed job, the platform shows its failure file only
         _tell(error)
         sys.exit(1)
 

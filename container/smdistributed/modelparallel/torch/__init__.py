@@ -5,7 +5,7 @@ All but ``step`` load when they are first used, so that the import takes little 
 
 from typing import TYPE_CHECKING
 
-# Not later: whoever imports the submodule of this name would find that instead.
+# Not later: an import of the submodule of this name would set the module in its place.
 from smdistributed.modelparallel.torch.step import StepOutput, step
 from smp_config.lazy_names import lazy_names
 from smp_config.machine.packages import require_packages as _require_packages

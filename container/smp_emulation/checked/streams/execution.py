@@ -139,7 +139,7 @@ class Executor:
             self._raise()
             return True
         if self._random.random() < 0.5:
-            # A step, whatever comes next: who asks again and again must hear "yes" some time.
+            # A step in any case: a host that polls must get "yes" some time.
             self.finish(need for need in (*item.needs, item.previous) if need is not None)
             if item.begin is None:
                 self.finish([item])
@@ -204,7 +204,7 @@ class Executor:
                 return
             if item.run is not None:
                 item.run()
-        except BaseException as error:  # the host hears of it when it waits
+        except BaseException as error:  # raised when the host waits
             error.add_note(f"in {item.what}") if hasattr(error, "add_note") else None
             self._error = self._error or error
         self._end(lane, item)

@@ -124,7 +124,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Planne
     inside = _leaves_by_block(module, plan, is_scripts=is_scripts)
     for block, found in inside.items():
         if _has_inner_block(block, inside):
-            continue  # a head beside the blocks: it is split by itself
+            continue  # a head beside the blocks: it is split separately
         part = module.get_submodule(block)
         if not is_scripts and _is_around_blocks(part):
             continue  # likewise
