@@ -78,15 +78,17 @@ def _before(*, local: bool) -> str:
 def _call(answers: Answers) -> str:
     local = answers.instance_type == LOCAL
     folder = "f\"file://{Path.cwd() / 'checkpoints'}\"" if local else '"s3://BUCKET/checkpoints"'
-    text = (_LOCAL_CALL if local else _CLOUD_CALL).format(
+    checkpoints = ""
+    if answers.checkpoints:
+        checkpoints = f"    checkpoint_s3_uri={folder},  # the next job goes on from there\n"
+    template = _LOCAL_CALL if local else _CLOUD_CALL
+    text = template.format(
         instance_type=answers.instance_type,
         parameters=", ".join(f"{name}={value!r}" for name, value in answers.parameters.items()),
         processes=answers.processes,
-        checkpoints=f"    checkpoint_s3_uri={folder},  # the next job goes on from there\n"
-        if answers.checkpoints
-        else "",
+        checkpoints=checkpoints,
     )
-    return f"from pathlib import Path\n\n{text}" if local and answers.checkpoints else text
+    return f"from pathlib import Path\n\n{text}" if local and checkpoints else text
 
 
 def _cell(number: int, kind: str, text: str) -> dict[str, Any]:

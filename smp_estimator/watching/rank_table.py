@@ -86,17 +86,23 @@ _WORDS = {"host"}
 
 def cells_of(row: RankRow) -> list[str]:
     """Return the row as text, in the order of the columns."""
+    parts = (row.compute, row.waiting, row.communication, row.data, row.saving)
     return [
         str(row.rank),
         row.host,
         str(row.stage),
         str(row.step),
-        "–" if row.step_seconds is None else f"{row.step_seconds * 1e3:,.1f}",
-        *(f"{part:.0%}" for part in (row.compute, row.waiting, row.communication, row.data, row.saving)),
-        "–" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.2f} GiB",
-        "–" if row.cpu_cores is None else f"{row.cpu_cores:.2f}",
-        "–" if row.gpu_share is None else f"{row.gpu_share:.0%}",
+        _cell(row.step_seconds, "{:,.1f}", 1e3),
+        *map("{:.0%}".format, parts),
+        _cell(row.memory_bytes, "{:.2f} GiB", 2**-30),
+        _cell(row.cpu_cores, "{:.2f}"),
+        _cell(row.gpu_share, "{:.0%}"),
     ]
+
+
+def _cell(value: float | None, form: str, factor: float = 1.0) -> str:
+    """Return a number in its column's form, or a dash if it is not known."""
+    return "–" if value is None else form.format(value * factor)
 
 
 def table_of(rows: Iterable[RankRow], title: str = "") -> Table:

@@ -402,14 +402,18 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
     return DetectedLauncher(
         facts.kind,
         facts.host or _host_name(environ),
-        ranks=int(ranks) if is_count(ranks) else 1,
+        ranks=_count(ranks, 1),
         first_rank=started.rank,
         size=started.size,
         is_rank=True,
-        local_rank=int(local) if is_count(local) else 0,
+        local_rank=_count(local, 0),
         address=address,
         port=_port(port) if port else 0,
     )
+
+
+def _count(text: str, default: int) -> int:
+    return int(text) if is_count(text) else default
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:

@@ -171,17 +171,26 @@ class ProgressReporter:
         from smp_records.records import ProgressRecord, format_progress
 
         samples_before, then = self._window
-        rate = (self._samples - samples_before) / (now - then) if self._started is not None and now > then else None
+        rate = 0.0
+        if self._started is not None and now > then:
+            rate = (self._samples - samples_before) / (now - then)
+        total_steps = self.total_steps
+        # If a script goes beyond this number, it was not the number of its steps.
+        if total_steps is not None and self.step > total_steps:
+            total_steps = None
+        loss = None
+        if self._losses:
+            losses = [loss.float() for loss in self._losses]
+            loss = float(torch.stack(losses).mean())
         record = ProgressRecord(
             step=self.step,
-            # If a script goes beyond this number, it was not the number of its steps.
-            total_steps=None if self.total_steps is not None and self.step > self.total_steps else self.total_steps,
-            loss=float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None,
+            total_steps=total_steps,
+            loss=loss,
             eval_loss=self._eval_loss,
             samples_per_second=rate or None,
             elapsed_seconds=now - (self._started or now),
             memory_bytes=peak_memory_bytes(self._device),
-        ).model_copy(update=dict(self.more(rate or 0.0)))
+        ).model_copy(update=dict(self.more(rate)))
         self._window = (self._samples, now)
         self._printed_at, self._printed_step = now, self.step
         self._print_line(format_progress(record))
