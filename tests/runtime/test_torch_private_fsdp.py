@@ -149,3 +149,24 @@ def test_names_in_wrapped_modules_are_those_that_version_2_takes_away():
     inner = door.activation_wrappers().checkpoint_wrapper(nn.Linear(2, 2))
     paths = [path for path, _ in nn.ModuleDict({"layer": inner}).named_modules()]
     assert local_shards._WRAPPERS.sub("", f"{paths[-1]}.weight") == "layer.weight"
+
+
+def test_what_fsdp_keeps_of_parameters_is_what_version_2_reads():
+    """Marks of missing gradients, and the key of local state that it writes and does not take back."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    from smp_version2 import sharded_modules
+    from smp_version2.checkpoint import local_shards
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        unit = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
+        assert unit.sharding_strategy is ShardingStrategy.NO_SHARD
+        joined = unit._handle.flat_param
+        assert getattr(joined, sharded_modules._MARKS) == [False, False]
+        own = getattr(joined, sharded_modules._PARAMETERS)
+        assert [id(parameter) for parameter in own] == [id(parameter) for parameter in unit.parameters()]
+        assert getattr(unit, local_shards._KEEPS_PARAMETERS) is True
+    finally:
+        dist.destroy_process_group()
