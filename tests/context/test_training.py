@@ -110,6 +110,17 @@ CASES = {
         4,
         {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4, "checkpointing": True},
     ),
+    # PyTorch trains these entry points on GPUs only, and a rank that traces runs the model alone.
+    "pipeline and checkpointing, untraced": (
+        4,
+        {
+            "context_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "microbatches": 4,
+            "checkpointing": True,
+            "skip_tracing": True,
+        },
+    ),
     "zero bubble": (
         4,
         {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "zero_bubble"},
@@ -146,10 +157,17 @@ def test_losses_and_parameters_equal_one_process(ranks, case):
 
 
 #: Other entry points of attention, and other strategies beside them.
-ENTRIES = [("flex", "alone"), ("flex", "three"), ("varlen", "tensor")]
+ENTRIES = [
+    ("flex", "alone"),
+    ("flex", "three"),
+    ("flex", "tensor"),
+    ("flex", "pipeline and checkpointing, untraced"),
+    ("varlen", "tensor"),
+    ("varlen", "pipeline and checkpointing, untraced"),
+]
 
 
-@pytest.mark.parametrize(("attention", "case"), sampled(ENTRIES, [("flex", "three"), ("varlen", "tensor")]))
+@pytest.mark.parametrize(("attention", "case"), sampled(ENTRIES, ENTRIES[1::2]))
 def test_other_entry_points_beside_other_strategies(ranks, attention, case):
     if attention == "varlen":
         pytest.importorskip("torch.nn.attention.varlen")
