@@ -97,6 +97,44 @@ def test_random_numbers_of_python_are_those_of_the_first_rank(ranks):
         torch.testing.assert_close(drawn, expected)
 
 
+class _OfGivenTensors(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mixed = torch.nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, embedded, scale, attention_bias):
+        hidden = self.mixed(embedded) * scale + attention_bias
+        return torch.nn.functional.scaled_dot_product_attention(hidden, hidden, embedded, is_causal=True).square().sum()
+
+
+def _given_tensors():
+    shapes = {"embedded": (2, 9, 4), "scale": (4,), "attention_bias": (2, 9, 4)}
+    draw = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+
+
+def _read_gradients_of_inputs():
+    import smdistributed.modelparallel.torch as smp
+
+    model, given = smp.DistributedModel(_OfGivenTensors()), _given_tensors()
+
+    @smp.step
+    def step(**given):
+        model.backward(model(**given))
+
+    step(**given)
+    return {name: tensor.grad for name, tensor in given.items()}
+
+
+def test_inputs_have_the_gradients_of_one_process(ranks):
+    given = _given_tensors()
+    _OfGivenTensors()(**given).backward()
+    for found in ranks(_read_gradients_of_inputs, 2, config=CONFIG):
+        for name, tensor in given.items():
+            torch.testing.assert_close(found[name], tensor.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def _train_on_other_batches():
     import smdistributed.modelparallel.torch as smp
 

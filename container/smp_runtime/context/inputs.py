@@ -11,6 +11,7 @@ from smp_config import Group
 from smp_runtime.context import functions, packed_masks
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.layout import zigzag
+from smp_runtime.context.proofs.function_gradients import take_with_whole_gradient, with_mean_gradient
 from smp_runtime.context.rules import flexible
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.context.travel import let_travel
@@ -65,7 +66,7 @@ class SequenceInputs:
         self._compare(args, kwargs)
         cut_args = tuple(map_leaves(self._cut_tensor, value) for value in args)
         cut_kwargs = {
-            name: value if any(word in name for word in WHOLE) else map_leaves(self._cut_tensor, value)
+            name: map_leaves(self._keep if any(word in name for word in WHOLE) else self._cut_tensor, value)
             for name, value in kwargs.items()
         }
         return cut_args, cut_kwargs
@@ -87,9 +88,16 @@ class SequenceInputs:
             return value
         has_features = value.is_floating_point()
         if value.dtype is torch.bool or value.dim() != 2 + has_features or value.shape[1] < 2 * self._group.size:
-            return value
+            return self._keep(value)
         layout = zigzag(value.shape[1], self._group.size)
-        return ShardedSequence(self._group.take(value, 1, layout), 1, layout, self._group)
+        local = take_with_whole_gradient(value, 1, layout, self._group)
+        return ShardedSequence(local, 1, layout, self._group)
+
+    def _keep(self, value: Any) -> Any:
+        """Return an input that stays whole; a script may read its gradient, which is that of one process."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedSequence):
+            return value
+        return with_mean_gradient(value, self._group)
 
     def _compare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], describe: Callable[[], Any] = lambda: None
@@ -113,13 +121,18 @@ class SequenceInputs:
                     code="SMP310",
                 )
         if any(theirs[3:] != everyone[0][3:] for theirs in everyone):
-            self._agree_on_random_numbers()
+            # Python's and NumPy's generators, the last ones, differ wherever a script does not seed them.
+            of_torch = slice(3, 4 + (self._ranks.device.type == "cuda"))
+            self._agree_on_random_numbers(report=any(each[of_torch] != everyone[0][of_torch] for each in everyone))
         return [more for _, more in told]
 
-    def _agree_on_random_numbers(self) -> None:
+    def _agree_on_random_numbers(self, *, report: bool) -> None:
         """Take over the state of the first rank's generators.
 
         Dropout must drop the same elements on all ranks, and a model that leaves out layers at random the same ones.
+
+        Args:
+            report: whether to log it, once.
         """
         states = [torch.get_rng_state()]
         if self._ranks.device.type == "cuda":
@@ -135,7 +148,7 @@ class SequenceInputs:
         if len(first) > 1:
             torch.cuda.set_rng_state(torch.tensor(first[1], dtype=torch.uint8))
         OtherGenerators.of_numbers(others).restore(draws=False)
-        if "random" not in self._reported and self._group.rank == 0:
+        if report and "random" not in self._reported and self._group.rank == 0:
             self._reported.add("random")
             logger.info(
                 "Context parallelism: ranks that share sequences out were seeded differently, and use the first one's seed"

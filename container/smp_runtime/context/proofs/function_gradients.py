@@ -88,14 +88,29 @@ def cut_with_true_gradients(result: Any, like: ShardedSequence) -> Any:
     group, dim, layout = like.group, like.dim_held, like.sequence_layout
 
     def cut(whole: torch.Tensor) -> ShardedSequence:
-        return like.like(_TakeFromWhole.apply(whole, dim, layout, group))
+        return like.like(take_with_whole_gradient(whole, dim, layout, group))
 
     def keep(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedSequence) or not _requires_grad(leaf):
-            return leaf
-        return _MeanGradient.apply(leaf, group)
+        is_whole = isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedSequence)
+        return with_mean_gradient(leaf, group) if is_whole else leaf
 
     return tree_map(keep, cut_results(result, like, cut))
+
+
+def take_with_whole_gradient(
+    whole: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup
+) -> torch.Tensor:
+    """Return this rank's positions of a tensor, whose gradient is that of one process on each rank."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return group.take(whole, dim, layout)
+    return _TakeFromWhole.apply(whole, dim, layout, group)
+
+
+def with_mean_gradient(whole: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """Return the same tensor, whose gradient is that of one process on each rank, though each uses it for its positions."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole
+    return _MeanGradient.apply(whole, group)
 
 
 class _TakeFromWhole(torch.autograd.Function):

@@ -139,7 +139,9 @@ def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 @rule("new_tensor")
 def _make_of_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(args[0].local, *args[1:], **kwargs)  # a whole tensor of the same kind
+    kind, *data = (one.local if isinstance(one, ShardedSequence) else one for one in args)
+    made = func(kind, *data, **kwargs)  # a whole tensor of the same kind, unless its data are a sequence
+    return args[1].like(made) if len(args) > 1 and isinstance(args[1], ShardedSequence) else made
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
