@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from support.ranks.context_threads import cut, run_context, see_sequences, whole_of
 
+from smp_runtime.context.rules import losses
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import TorchDispatchMode
 
 B, T, D = 2, 12, 6
 
@@ -116,6 +118,9 @@ READS = {
     "of a sequence": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), h, create_graph=True)[0].pow(2).sum(),
     "of a parameter": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), [w], create_graph=True)[0].norm(),
     "with gradients given": lambda h, w: torch.autograd.grad(h @ w, h, h.detach() * 2, create_graph=True)[0].pow(2),
+    "of a loss of converted scores": lambda h, w: torch.autograd.grad(
+        F.cross_entropy((h @ w).to(h.dtype, copy=True).view(-1, D), torch.arange(B * T) % D), w, create_graph=True
+    )[0].norm(),
     "without ranks": lambda h, w: torch.autograd.grad(w.square().sum(), w, create_graph=True)[0].sum() + h.sum(),
 }
 
@@ -167,3 +172,33 @@ def test_numbers_of_half_precision_are_added_up_in_float32():
     wanted = many.mean().item(), F.cross_entropy(many.view(-1, 4), words.view(-1), ignore_index=1).item()
     for found in run_context(2, rank):
         assert found == pytest.approx(wanted, rel=1e-3)
+
+
+class _Large(TorchDispatchMode):
+    """Notes the operations that return something of a size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor) and found.untyped_storage().nbytes() == self.size:
+            self.names.append(str(func))
+        return found
+
+
+def test_a_loss_of_converted_scores_has_one_gradient_of_their_size(monkeypatch):
+    monkeypatch.setattr(losses, "_AT_A_TIME", 64)
+    words = torch.arange(T).view(1, T) % D
+
+    def rank(group):
+        scores = cut(_given(torch.bfloat16)[0][:1].requires_grad_(), group).float().view(-1, D)
+        loss = F.cross_entropy(scores, cut(words, group).view(-1))
+        with _Large(T // 2 * D * 4) as large:
+            loss.backward()
+        return [name for name in large.names if not name.startswith(("aten.view", "aten.split", "aten.exp_"))]
+
+    for names in run_context(2, rank):
+        assert names.count("aten.empty_like.default") == 1
+        assert not any("softmax" in name or "nll_loss" in name for name in names)

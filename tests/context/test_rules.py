@@ -66,6 +66,10 @@ def _add_to_positions(x, y):
     return rest
 
 
+def _converted(x):
+    return x.to(x.dtype, copy=True)
+
+
 def _several_in_place(x):
     x = x * 1
     torch._foreach_mul_([x], 2.0)
@@ -213,6 +217,10 @@ LOCAL = {
         p[:, 0].expand(B, T).gather(1, n),
     ],
     "near add to positions": lambda x, y, **_: _add_to_positions(x, y),
+    "near loss of converted scores": lambda x, n, **_: [
+        F.cross_entropy(_converted(x).view(-1, D), n.view(-1), ignore_index=2),
+        F.cross_entropy(_converted(x).view(-1, D), n.view(-1), reduction="sum", label_smoothing=0.1),
+    ],
     "near few rows": lambda x, y, **_: [
         F.scaled_dot_product_attention(x[:, :3], y, y),
         F.scaled_dot_product_attention(x, y[:, :2], y[:, :2]),

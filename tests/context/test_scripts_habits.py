@@ -111,7 +111,9 @@ class _OfGivenTensors(torch.nn.Module):
 def _given_tensors():
     shapes = {"embedded": (2, 9, 4), "scale": (4,), "attention_bias": (2, 9, 4)}
     draw = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()
+    }
 
 
 def _read_gradients_of_inputs():
