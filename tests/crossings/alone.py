@@ -113,4 +113,4 @@ class Alone(Training):
         """One process goes on; replicas have the running statistics of the first."""
         self._statistics.clear()
 
-    resume_full = reshape = resume_partial
+    resume_full = resume_async = reshape = resume_partial

@@ -107,6 +107,7 @@ EVENTS = (
     "shorten_samples",
     "resume_partial",
     "resume_full",
+    "resume_async",
     "reshape",
     "reload_state",
     "change_weights",
@@ -123,6 +124,8 @@ EVENTS = (
     "rest_block",
 )
 
+#: Those that go to another topology.
+MOVES = ("resume_partial", "resume_full", "resume_async", "reshape")
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
 #: Models whose forward pass changes buffers, or parameters that nothing trains.
@@ -204,7 +207,7 @@ class Case:
         """Whether a job of these settings may be started, and does what one process does."""
         kinds = {event.kind for event in self.events}
         splits, shards, gathers = False, False, False
-        for name in self._topologies("resume_partial", "resume_full", "reshape"):
+        for name in self._topologies(*MOVES):
             _, _, tp, sdp, _ = TOPOLOGIES[name]
             splits, shards, gathers = splits or tp > 1, shards or (tp > 1 and sdp > 1), gathers or sdp > 1
         # Sharded data parallelism wants one batch of a tensor parallel group; other code in a divided model sees the group's batch.
@@ -233,17 +236,17 @@ class Case:
     @property
     def shares_sequences_out(self) -> bool:
         """Whether ranks have slices of sequences at any time."""
-        return any(name in CONTEXT for name in self._topologies("resume_partial", "resume_full", "reshape"))
+        return any(name in CONTEXT for name in self._topologies(*MOVES))
 
     @property
     def divides_layers(self) -> bool:
         """Whether ranks have parts of layers at any time."""
-        return any(TOPOLOGIES[name][2] > 1 for name in self._topologies("resume_partial", "resume_full", "reshape"))
+        return any(TOPOLOGIES[name][2] > 1 for name in self._topologies(*MOVES))
 
     @property
     def divides_parameters(self) -> bool:
         """Whether a rank has a part of some parameters at any time."""
-        degrees = [TOPOLOGIES[name] for name in self._topologies("resume_partial", "resume_full", "reshape")]
+        degrees = [TOPOLOGIES[name] for name in self._topologies(*MOVES)]
         return any(tp > 1 or sdp > 1 for _, _, tp, sdp, _ in degrees)
 
     @property
@@ -252,9 +255,7 @@ class Case:
 
         Late parameters have no values. The tracing step cannot follow a model whose samples decide which modules run.
         """
-        has_stages = any(
-            TOPOLOGIES[name][1] > 1 for name in self._topologies("resume_partial", "resume_full", "reshape")
-        )
+        has_stages = any(TOPOLOGIES[name][1] > 1 for name in self._topologies(*MOVES))
         samples_decide = NETS[self.net].branches or self.net == "mixtral"
         return has_stages and (self.manual or (self.delayed and samples_decide))
 
@@ -406,7 +407,7 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
-        moves = kind.startswith("resume") or kind == "reshape"
+        moves = kind in MOVES
         is_unplaced = step == 0 or any(event.step == step and event.goes_to for event in found)
         if is_unplaced and (moves or kind == "swap_weights"):
             kind, moves = "reload_state", False  # the first step decides what goes where

@@ -165,9 +165,34 @@ class Job(Training):
         """Save, leave the job, and go on in another with other degrees and other first weights."""
         import smdistributed.modelparallel.torch as smp
 
-        tag = str(step)
-        smp.save_checkpoint(self._folder, tag=tag, partial=partial, model=self.model, optimizer=self.optimizer)
+        smp.save_checkpoint(self._folder, tag=str(step), partial=partial, model=self.model, optimizer=self.optimizer)
         smp.barrier()
+        self._go_on(step, partial=partial)
+
+    def resume_async(self, step: int) -> None:
+        """The same by a partial checkpoint that is written while the script changes all weights and trains on."""
+        import smdistributed.modelparallel.torch as smp
+
+        saves = {"model": self.model, "optimizer": self.optimizer, "async_save": True}
+        if step % 2:  # later saves agree behind the script's back
+            smp.save_checkpoint(self._folder, tag=f"before-{step}", **saves)
+        smp.save_checkpoint(self._folder, tag=str(step), **saves)
+        with torch.no_grad():
+            for parameter in self.model.local_parameters():
+                parameter.data.mul_(0.5)
+            for updated in (p for group in self.optimizer.param_groups for p in group["params"]):
+                if isinstance(updated, nn.Parameter) and updated.numel():
+                    updated.data.mul_(0.5)
+        self._mean(self._train, self.batch(50))
+        self.optimizer.step()
+        smp.wait_for_checkpoint()
+        smp.barrier()
+        self._go_on(step)
+
+    def _go_on(self, step: int, *, partial: bool = True) -> None:
+        """Leave the job, and go on in another from the checkpoint of this step."""
+        import smdistributed.modelparallel.torch as smp
+
         self.model = self.optimizer = self._train = self._score = self._scaler = None
         smp.shutdown()
         self._join(SEED + step)
@@ -175,7 +200,7 @@ class Job(Training):
             self.hold_frozen()
         if self.is_resting:
             self.rest_block(step)
-        smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
+        smp.resume_from_checkpoint(self._folder, tag=str(step), partial=partial)
 
     def resume_full(self, step: int) -> None:
         """The same by a full checkpoint."""
