@@ -11,6 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from smp_config import Group
 from smp_config.limits import wants_flat_groups
 from smp_runtime.checkpoint.files.atomic_file import write_recorded
-from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, USER_CONTENT
+from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, USER_CONTENT, FileRecord
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
 from smp_runtime.checkpoint.live_state import ScriptPosition, random_file
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
+#: Files that a rank writes at once.
+WRITERS = min(4, os.cpu_count() or 1)
+
 
 @dataclass(frozen=True)
 class _KnownFolder:
@@ -78,6 +82,7 @@ class _Save:
         assumed: what the plan was made for, if the transaction begins on the thread.
         jobs: what makes the content of each of this rank's files.
         texts: files that a host has once.
+        is_in_memory: whether files need no further host memory when they are made, so that several can be written at once.
     """
 
     transaction: FolderTransaction
@@ -91,6 +96,7 @@ class _Save:
     jobs: dict[str, Callable[[], Any]] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     described: Described | None = None
+    is_in_memory: bool = True
 
     @property
     def is_elsewhere(self) -> bool:
@@ -141,8 +147,16 @@ class _Save:
         jobs = dict(self.jobs)
         if self.transaction.keeps_order:
             jobs |= {name: _given(found) for name, found in {**self.texts, USER_CONTENT: content}.items()}
-        for name, make in jobs.items():
-            self.report.files[name] = write_recorded(make(), self.transaction.writing / name)
+
+        def write(name: str) -> FileRecord:
+            return write_recorded(jobs[name](), self.transaction.writing / name)
+
+        if not self.is_in_memory:
+            self.report.files |= {name: write(name) for name in jobs}
+            return
+        # Hashing and writing release Python's lock, and the disk is not idle between two files.
+        with ThreadPoolExecutor(min(len(jobs), WRITERS), "smp-writing") as writers:
+            self.report.files |= dict(zip(jobs, writers.map(write, jobs), strict=True))
 
 
 class Saver:
@@ -330,6 +344,7 @@ class Saver:
         """Work out what this rank writes; with ``snapshot`` the state is that of now, whenever it is written."""
         session = self._session
         save.flat = agreed.flat
+        save.is_in_memory = snapshot is not None or session.ranks.device.type == "cpu"
         try:
             share = WriteShare(session, agreed.hosts)
             apart = None
