@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -292,6 +293,44 @@ def test_a_checkpoint_in_s3(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             assert not files.exists(f"{folder}/half")
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_flipped_bit_is_found_in_every_region_of_every_file(solo: Any, tmp_path: Path, in_background: bool) -> None:
+    from click.testing import CliRunner
+
+    from smp_estimator.cli.main import main
+    from smp_version2.checkpoint.state_dict_loader import load
+    from smp_version2.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls, save
+
+    values = {"x": torch.arange(1000.0), "z": torch.ones(7), "y": "text"}
+    with training.joined({}):
+        save({"x": torch.zeros(1000), "z": torch.zeros(7), "y": ""}, checkpoint_id=tmp_path)
+        if in_background:
+            async_save(values, checkpoint_id=tmp_path)
+            maybe_finalize_async_calls()
+        else:
+            save(values, checkpoint_id=tmp_path)
+        files = sorted(tmp_path.iterdir())
+        assert len(files) == 3  # those of the first save are gone
+        for file in files:
+            own = file.read_bytes()
+            for place in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+                flipped = bytearray(own)
+                flipped[int(place * (len(own) - 1))] ^= 4
+                file.write_bytes(flipped)
+                done = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)])
+                assert (done.exit_code, file.name in done.output) == (1, True), (file.name, place)
+                found = {"x": torch.zeros(1000), "z": torch.zeros(7), "y": ""}
+                with pytest.raises((CheckpointError, SMPUserError)):
+                    load(found, checkpoint_id=tmp_path)
+                assert not found["x"].any()
+            file.write_bytes(own)
+        for file in tmp_path.glob("checksums_*.json"):  # as older releases have saved it
+            file.unlink()
+        found = {"x": torch.zeros(1000), "z": torch.zeros(7), "y": ""}
+        load(found, checkpoint_id=tmp_path)
+        assert torch.equal(found["x"], values["x"])
+
+
 def test_what_is_asked_wrongly_is_named(solo: Any, tmp_path: Path) -> None:
     from smp_version2.checkpoint.state_dict_loader import load
     from smp_version2.checkpoint.state_dict_saver import async_save, save
@@ -462,7 +501,10 @@ def test_the_other_commands_name_checkpoints_of_version_2(ranks: Any, tmp_path: 
     from smp_estimator.cli.main import main
 
     ranks(training.save_whole, 2, SHARD, "now", tmp_path, init=False)
-    for command in ("inspect", "verify"):
-        done = CliRunner().invoke(main, ["checkpoint", command, str(tmp_path)])
-        assert done.exit_code == 1
-        assert "convert reads them" in " ".join(done.output.split())
+    done = CliRunner().invoke(main, ["checkpoint", "inspect", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "convert reads them" in " ".join(done.output.split())
+    done = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)])
+    assert (done.exit_code, "whole" in done.output, "(version 2)" in done.output) == (0, True, True)
+    manifest = json.loads(next(tmp_path.glob("checksums_*.json")).read_text())
+    assert manifest["files"].keys() == {path.name for path in tmp_path.iterdir() if path.suffix != ".json"}

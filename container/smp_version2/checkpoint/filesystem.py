@@ -1,17 +1,20 @@
 """Writer and reader of one checkpoint, in a folder or in S3.
 
 A checkpoint is whole or absent: its ``.metadata`` is written last, to a temporary name, and names the files that belong to it. Each
-save writes files of new names, so a save that ends early leaves an older checkpoint of the same folder as it was.
+save writes files of new names, so a save that ends early leaves an older checkpoint of the same folder as it was. In a folder of
+this machine, ``checksums_<save>.json`` has the checksums of the files. In S3, the store keeps checksums of what it holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -19,14 +22,24 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from smp_config import Group
-from smp_runtime.errors import SMPUserError
+from smp_runtime.checkpoint.files.atomic_file import Records, write_text, written_file
+from smp_runtime.checkpoint.files.checksums import checksum_of, kind_of
+from smp_runtime.checkpoint.files.records import FileRecord
+from smp_runtime.checkpoint.full.full_manifest import (
+    FullManifest,
+    damaged_files,
+    find_full,
+    manifest_name,
+    read_full_manifest,
+)
+from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_version2.checkpoint.locations import is_s3_uri
 from smp_version2.moe.saved_experts import EXPERTS_FILE, FOLDER, ExpertRecord, SavedPart, check_parts, join
 from smp_version2.split_parameters import SPLIT_FILE, SplitRecord
 from smp_version2.state import state
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+    from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, SavePlanner
     from torch.futures import Future
 
 #: The file without which a folder is no checkpoint, and the ending of files with tensors.
@@ -34,12 +47,52 @@ METADATA = ".metadata"
 DATA_ENDING = ".distcp"
 
 
+#: An attribute of what describes a part of a file, on its way to the rank that writes the metadata.
+_ATTRIBUTE = "smp_checksum"
+
+
 class LocalFileSystem(FileSystem):
-    """Folders of this machine, or of a file system that all hosts share."""
+    """Folders of this machine, or of a file system that all hosts share.
+
+    Attributes:
+        records: of the files that were written, by name.
+    """
+
+    def __init__(self) -> None:
+        self.records: Records = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Yield an opened file; of one that is written, the length and checksum are kept."""
+        with super().create_stream(path, mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            stream = _Stream(file, self.records)
+            yield stream
+            self.records[Path(path).name] = stream.record()
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """Return the paths of what lies in a folder."""
         return [str(found) for found in Path(path).iterdir()]
+
+
+class _Stream:
+    """A file that is written from its beginning to its end and hashed meanwhile; all else is the file's own."""
+
+    def __init__(self, file: IO[bytes], records: Records) -> None:
+        self._file = file
+        self._written = written_file(file, records)
+
+    def write(self, data: Any) -> int:
+        return self._written.write(data)
+
+    def record(self) -> FileRecord:
+        """Return the length and checksum of what was written."""
+        return FileRecord(self._written.length, self._written.checksum())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def path_to_file_system(
@@ -123,6 +176,8 @@ class DistributedFileSystemWriter(FileSystemWriter):
         for hook in self._before:
             hook(self)
         written = super().write_data(plan, planner)
+        if isinstance(self.fs, LocalFileSystem):
+            attach(written.wait(), self.fs.records)
         if not self.is_coordinator:
             for hook in self._after:
                 hook(self)
@@ -138,11 +193,17 @@ class DistributedFileSystemWriter(FileSystemWriter):
         if experts is not None:
             with self.fs.create_stream(self.fs.concat_path(self.path, EXPERTS_FILE), "wb") as stream:
                 stream.write(experts.encode())
+        mark, records = self.save_id[:8], detach(itertools.chain.from_iterable(results))
+        is_local = isinstance(self.fs, LocalFileSystem)
+        checksums = write_checksums(Path(self.path), mark, records) if is_local else None
         super().finish(metadata, results)
+        if is_local:
+            add_file(Path(self.path), mark, METADATA, records)
         names = {result.storage_data.relative_path for each in results for result in each}
         for found in self.fs.ls(self.path):
             name = str(found).rpartition("/")[2]
-            if name.endswith(DATA_ENDING) and name not in names:
+            is_former = name.startswith(manifest_name("").partition(".")[0]) and name != checksums
+            if is_former or (name.endswith(DATA_ENDING) and name not in names):
                 self.fs.rm_file(found)
         for hook in self._after:
             hook(self)
@@ -183,6 +244,8 @@ class DistributedFileSystemReader(FileSystemReader):
         if not self.parts:
             self.parts = self._find_parts()
         if not self.parts:
+            if isinstance(self.fs, LocalFileSystem):
+                refuse_damaged_metadata(Path(self.path))
             return super().read_metadata(*args, **kwargs)
         ranks = state.joined
         found = join(self.parts, ExpertRecord.of(ranks), ranks.size(Group.EP), ranks.rank_in(Group.EP))
@@ -216,6 +279,14 @@ class DistributedFileSystemReader(FileSystemReader):
         self.path = self.fs.init_path(root)
         return check_parts(root, parts)
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Compare the checksums of what this rank will read: all ranks agree on the plan before any of them loads."""
+        made = super().prepare_local_plan(plan)
+        if isinstance(self.fs, LocalFileSystem):
+            names = {self.storage_data[item.storage_index].relative_path for item in made.items}
+            refuse_damaged(Path(self.path), names)
+        return made
+
     def read_names(self, key: str) -> list[Any]:
         """Return the names in a list that each part has, such as those of an optimizer's group, without other ranks' experts."""
         others = ExpertRecord.of(state.joined).others
@@ -241,6 +312,8 @@ class DistributedFileSystemReader(FileSystemReader):
             with self.fs.create_stream(file, "rb") as stream:
                 about = json.loads(stream.read().decode())
         reader = DistributedFileSystemReader(path, s3_region=self._client[0], s3client_config=self._client[1])
+        if isinstance(self.fs, LocalFileSystem):
+            refuse_damaged_metadata(Path(path))
         return SavedPart(name, FileSystemReader.read_metadata(reader), about)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -261,3 +334,70 @@ class _PartReader(DistributedFileSystemReader):
 
     def _find_parts(self) -> list[SavedPart]:
         return []
+
+
+# -- checksums of files ------------------------------------------------------------------------------------------------
+
+
+def attach(results: Iterable[Any], records: Records) -> None:
+    """Let what this rank reports of its files carry their checksums."""
+    for result in results:
+        record = records.get(result.storage_data.relative_path)
+        if record is not None:
+            setattr(result.storage_data, _ATTRIBUTE, (record.bytes, record.checksum))
+
+
+def detach(results: Iterable[Any]) -> Records:
+    """Take the checksums of all ranks' files out of their reports again."""
+    records: Records = {}
+    for result in results:
+        found = vars(result.storage_data).pop(_ATTRIBUTE, None)
+        if found is not None:
+            records[result.storage_data.relative_path] = FileRecord(*found)
+    return records
+
+
+def write_checksums(folder: Path, save: str, records: Records) -> str:
+    """Write the checksums of a save beside its files, and return the name of the file that has them."""
+    name = manifest_name(save)
+    write_text(FullManifest(save, files=records).to_json(), folder / name)
+    return name
+
+
+def add_file(folder: Path, save: str, name: str, records: Records) -> None:
+    """Add a file that was written last to the checksums of a save."""
+    with open(folder / name, "rb") as file:
+        kind = next((kind_of(record.checksum) for record in records.values()), "sha256")
+        records[name] = FileRecord(os.fstat(file.fileno()).st_size, checksum_of(file, kind))
+    write_checksums(folder, save, records)
+
+
+def refuse_damaged_metadata(folder: Path) -> None:
+    """Compare the checksum of what describes a checkpoint, if its save has left one; raise CheckpointError if it differs."""
+    known = [found for file in find_full(folder, None)[0] if (found := read_full_manifest(file)) is not None]
+    # A save that was killed at its very end has left those of the save before it, too.
+    problems = [damaged_files(folder, manifest, [METADATA]) for manifest in known if METADATA in manifest.files]
+    if problems and all(problems):
+        raise CheckpointError(f"{folder}: {problems[0][0]}: load another checkpoint")
+
+
+def refuse_damaged(folder: Path, names: Iterable[str]) -> None:
+    """Compare the checksums of files that will be read, if their save has left any.
+
+    Args:
+        names: of the files in the folder, or below it.
+
+    Raises:
+        CheckpointError: a file is not as it was saved.
+    """
+    by_folder: dict[Path, set[str]] = {}
+    for name in names:
+        by_folder.setdefault((folder / name).parent, set()).add(Path(name).name)
+    for each, wanted in by_folder.items():
+        for file in find_full(each, None)[0]:
+            manifest = read_full_manifest(file)
+            if manifest is None:
+                continue
+            problems = damaged_files(each, manifest, sorted(wanted & manifest.files.keys()))
+            if problems:
+                raise CheckpointError(f"{each}: {'; '.join(problems)}: load another checkpoint")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
 from smp_config.errors import kind_of
+from smp_runtime.checkpoint.files.atomic_file import UNREADABLE
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_version2.checkpoint.agreement import MissingKeysError, agree, describe_failures
 from smp_version2.checkpoint.filesystem import DistributedFileSystemReader
@@ -131,6 +131,8 @@ def read_metadata(reader: StorageReader) -> Metadata:
     where = getattr(reader, "checkpoint_id", "")
     try:
         return reader.read_metadata()
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         if os.path.exists(os.path.join(where, OF_THE_ORIGINAL)):
             raise refusal_of_the_original(where) from None
@@ -138,7 +140,7 @@ def read_metadata(reader: StorageReader) -> Metadata:
             f"there is no complete checkpoint in {where}: it has no .metadata, which is written last; name a checkpoint "
             "whose save has ended"
         ) from None
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"the checkpoint {where} cannot be read: {error}") from error
 
 

@@ -229,8 +229,8 @@ def verify(path: str, tag: str | None) -> None:
 
     Three things are checked. All files exist, with the lengths and checksums that were saved. Their pieces make up every
     weight and every optimizer state exactly once. The tensors in them have the sizes in the manifest. With --tag, only
-    that checkpoint is checked, else all of them. PATH: as for inspect. Of full checkpoints in PATH, or if PATH is one, lengths
-    and checksums are compared.
+    that checkpoint is checked, else all of them. PATH: as for inspect. Of full checkpoints in PATH, or if PATH is one, and of
+    sharded ones of version 2, lengths and checksums are compared.
     """
     from smp_runtime.checkpoint.files.manifest import newest_name
     from smp_runtime.checkpoint.files.verification import problems_of
@@ -267,7 +267,8 @@ def _is_whole(file: Path) -> bool:
     from smp_runtime.checkpoint.full.full_manifest import problems_of_full
 
     problems = list(problems_of_full(file))
-    console().print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape_text(file.name)} (full)")
+    kind = "version 2" if (file.parent / ".metadata").is_file() else "full"
+    console().print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape_text(file.name)} ({kind})")
     for problem in problems:
         console().print(f"  {escape_text(problem)}", soft_wrap=True)
     return not problems
