@@ -340,6 +340,8 @@ class Mixed(nn.Module):
         self.gate = nn.Linear(8, 1)
         self.experts = nn.Parameter(torch.zeros(2, 8, 8))
         self.out, self.score = nn.Linear(8, 20), nn.Linear(8, 3)
+        self.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(2, 20))})
+        self.lora_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(2, 8))})
         self.tied = nn.Linear(8, 20)
         self.tied.weight = self.table.weight
 
@@ -347,7 +349,7 @@ class Mixed(nn.Module):
 def test_the_rule_finds_hidden_matrices() -> None:
     model = Mixed()
     matrices, others = hidden_matrices(model)
-    wanted = [model.experts, model.layers[0].weight, model.layers[1].weight]
+    wanted = [model.experts, model.layers[0].weight, model.layers[1].weight, model.lora_A["default"]]
     assert list(map(id, matrices)) == list(map(id, wanted))
     assert len(matrices) + len(others) == len(list(model.parameters()))
 

@@ -167,7 +167,7 @@ class DistributedOptimizer(SavedOptimizer):
         if others and (model.precision.is_half or model.sharded_state is not None):
             raise SMPUserError(
                 "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
-                "optimizer with several parameter groups",
+                "optimizer with several parameter groups, or smp.optimizers.Muon, which has AdamW beside it",
                 code="SMP304",
             )
         if model.sharded_state is not None:

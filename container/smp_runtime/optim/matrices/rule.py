@@ -89,7 +89,9 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, nn.Paramet
 def _is_table(path: str, module: nn.Module) -> bool:
     if isinstance(module, _OTHER_MODULES) or "embedding" in type(module).__name__.lower():
         return True
-    return "embed" in path.rpartition(".")[2].lower()  # such as the positions of a vision model
+    # Such as the positions of a vision model, or adapters of tables, which PEFT keeps in a dictionary by their names.
+    is_collection = isinstance(module, nn.ParameterDict | nn.ParameterList)
+    return any("embed" in name for name in path.lower().split(".")[-2 if is_collection else -1 :])
 
 
 def _is_head(path: str, shape: tuple[int, ...], vocabulary: int) -> bool:
