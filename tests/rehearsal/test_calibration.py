@@ -11,6 +11,7 @@ from smp_estimator.cli.main import main
 from smp_estimator.planning import plan
 from smp_estimator.planning.rates.fitted import FITTED
 from smp_records.rate_card import Link, RateCard
+from smp_tools.calibration import measure
 from smp_tools.calibration.measure import calibrate
 
 
@@ -38,6 +39,27 @@ def test_every_kernel_is_measured_under_emulation_too(monkeypatch):
     assert card.inside == RateCard.of_instance("ml.p5.48xlarge").inside
     assert "without a GPU" in card.sources[0]
     assert RateCard.from_json(card.to_json()) == card
+
+
+def test_the_command_runs_emulated_where_the_environment_asks_for_it(tmp_path, monkeypatch):
+    """The card has the memory of the emulated GPU, and says that its figures are not those of one."""
+    monkeypatch.setenv("SMP_EMULATE_CUDA", "1")
+    said = CliRunner().invoke(main, ["calibrate", str(tmp_path / "card.json"), "--quick"])
+    assert said.exit_code == 0, said.output
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["device_bytes"] > 1e9
+    assert "without a GPU" in card["sources"][0]
+
+
+def test_a_variable_that_turns_the_emulation_off_leaves_a_gpu_real(monkeypatch):
+    """Ranks beside a GPU have the variable with 0: their kernels are measured at full size."""
+    asked = []
+    monkeypatch.setenv("SMP_EMULATE_CUDA", "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(measure, "_product_rate", lambda watch, sizes, *_: asked.append(sizes) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibrate(1.0)
+    assert asked == [measure.ON_GPU]
 
 
 def test_the_command_writes_a_card_that_a_plan_reads(tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from smp_emulation.installing import install_where_asked
 from smp_tools.calibration.measure import calibrate
 
 
 def main(words: list[str]) -> None:
     """Measure and write the card."""
+    install_where_asked()
     file, seconds, *instance_type = words
     made = calibrate(float(seconds), *instance_type)
     Path(file).write_text(made.to_json() + "\n", encoding="utf-8")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+import smp_emulation
+from smp_config.machine.emulation import seed_of_checks
 from smp_records.rate_card import LAUNCH_SECONDS, Link, RateCard
 
 #: Types whose rates are measured.
@@ -85,7 +87,9 @@ def calibrate(seconds: float, instance_type: str | None = None) -> RateCard:
     """
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    is_real = has_gpu and not os.environ.get("SMP_EMULATE_CUDA")
+    # A variable with 0 turns the emulation off, and one with 1 has no effect where a GPU is.
+    is_checked = seed_of_checks(os.environ) is not None
+    is_real = has_gpu and not (smp_emulation.is_active() or is_checked)
     sizes = ON_GPU if is_real else SMALL
     # Products of each type, attention, memory, launches, copies.
     kinds = len(_TYPES) * len(sizes.products) + len(sizes.lengths) + 3
