@@ -24,7 +24,7 @@ from smp_runtime.pipeline.execution.messenger import Messenger
 from smp_runtime.pipeline.transport.peer import Peer
 
 
-def _dies(folder):
+def _dies(folder, good):
     import smdistributed.modelparallel.torch as smp
 
     class Dying(nn.Linear):
@@ -38,8 +38,12 @@ def _dies(folder):
     net = nn.Sequential(nn.Linear(4, 4), Dying(4, 4), nn.Linear(4, 4))
     smp.set_partition(net[1], 1)
     smp.set_partition(net[2], 2)
-    train = summing_step(smp.DistributedModel(net))
-    train(torch.ones(2, 4))
+    model = smp.DistributedModel(net)
+    train = summing_step(model)
+    for _ in range(good):
+        train(torch.ones(2, 4))
+    if smp.rank() == 0:
+        assert model.pipeline.context.root_program.was_followed == (good > 1)
     net[1].dies = True
     seen = []
     for _ in range(2):
@@ -54,11 +58,12 @@ def _dies(folder):
     smp.barrier()  # nobody else leaves before all have seen it; rank 1 never comes
 
 
-def test_a_rank_that_dies_ends_the_step_of_the_others_at_once(tmp_path):
+@pytest.mark.parametrize("good", [1, 6])
+def test_a_rank_that_dies_ends_the_step_of_the_others_at_once(tmp_path, good):
     with RankPool(3) as pool:
-        settings = {"partitions": 3, "auto_partition": False, "default_partition": 0}
+        settings = {"partitions": 3, "auto_partition": False, "default_partition": 0, "step_program": True}
         with pytest.raises(RankFailed, match="rank 1 of 3 died"):
-            pool.run(_dies, 3, str(tmp_path), config=settings, timeout=100)
+            pool.run(_dies, 3, str(tmp_path), good, config=settings, timeout=100)
         for rank in ("0", "2"):
             deadline = time.monotonic() + 30
             while not (tmp_path / rank).exists() and time.monotonic() < deadline:

@@ -254,6 +254,60 @@ def test_stages_that_learn_of_a_group_from_each_other(ranks, way, schedule):
     _compare(ranks, way, 3, pipeline=schedule)
 
 
+def _with_features() -> tuple[list[float], list[int], bool]:
+    """Losses of a training with dropout and checkpointing, and the most values that this stage has kept in each step."""
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(0)
+    kept: list[int] = []
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if model.pipeline is not None:  # not while the model is traced
+                kept.append(model.pipeline.context.values.count)
+            return self.drop(torch.tanh(self.line(x)))
+
+    net = nn.Sequential(*(Dropping() for _ in range(2 * smp.pp_size()))).double()
+    for number, block in enumerate(net):
+        smp.set_partition(block, number // 2)
+    model = smp.DistributedModel(net)
+    for block in net[::2]:
+        smp.set_activation_checkpointing(block)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    losses, most = [], []
+    for number in range(6):
+        kept.clear()
+        x = torch.randn(32, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        losses.append(float(step(x).reduce_mean()))
+        most.append(max(kept))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, most, any(smp.allgather(model.pipeline.context.root_program.was_followed, smp.PP_GROUP))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "simple"])
+def test_dropout_checkpointing_and_memory_are_the_same(ranks, schedule):
+    config = {"ddp": True, "partitions": 3, "microbatches": 16, "auto_partition": False, "default_partition": 0}
+    config |= {"pipeline": schedule, "active_microbatches": 4}
+    without, given = [ranks(_with_features, 3, config={**config, "step_program": on}) for on in (False, True)]
+    for (losses, most, _), (found, now, followed) in zip(without, given, strict=True):
+        assert followed
+        assert found == pytest.approx(losses, rel=1e-12)
+        # Values of microbatches that are finished are forgotten: each has up to five, and four are in flight.
+        assert max(now[2:]) <= 32, (most, now)
+
+
 def _counted(steps: int, layers: int) -> list[str]:
     """Messages by kind that this rank sends in the last of several equal steps."""
     import smdistributed.modelparallel.torch as smp
