@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -68,7 +68,7 @@ class LocalFileSystem(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            stream = _Stream(file, self.records)
+            stream = _Stream(cast("IO[bytes]", file), self.records)
             yield stream
             self.records[Path(path).name] = stream.record()
 
