@@ -209,7 +209,7 @@ def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_chan
     from support.training.checkpoint_training import Training
 
     from smp_runtime.checkpoint.memory.known_contents import KnownContents
-    from smp_runtime.checkpoint.save_plan import WriteShare, contents_of
+    from smp_runtime.checkpoint.saving.save_plan import WriteShare, contents_of
     from smp_runtime.job import session
 
     solo({"fp16": True})

@@ -34,7 +34,8 @@ from smp_runtime.checkpoint.rank_agreement import (
     StoreExchange,
     second_connection,
 )
-from smp_runtime.checkpoint.save_plan import SHARDS, Apart, SavePlan, WriteShare, contents_of
+from smp_runtime.checkpoint.saving.flat_buffers import Apart
+from smp_runtime.checkpoint.saving.save_plan import SHARDS, SavePlan, WriteShare, contents_of
 from smp_runtime.checkpoint.saving.save_report import Described, Report, describe, merge
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError

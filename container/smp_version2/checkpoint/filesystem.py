@@ -68,7 +68,7 @@ class LocalFileSystem(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            stream = _Stream(cast("IO[bytes]", file), self.records)
+            stream = _HashedFile(cast("IO[bytes]", file), self.records)
             yield stream
             self.records[Path(path).name] = stream.record()
 
@@ -77,7 +77,7 @@ class LocalFileSystem(FileSystem):
         return [str(found) for found in Path(path).iterdir()]
 
 
-class _Stream:
+class _HashedFile:
     """A file that is written from its beginning to its end and hashed meanwhile; all else is the file's own."""
 
     def __init__(self, file: IO[bytes], records: Records) -> None:

@@ -43,7 +43,7 @@ from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.memory.newest import Recovery
 from smp_runtime.checkpoint.memory.peer_replication import Outgoing, PeerReplication
 from smp_runtime.checkpoint.save_partial import files_of_job
-from smp_runtime.checkpoint.save_plan import WriteShare
+from smp_runtime.checkpoint.saving.save_plan import WriteShare
 from smp_runtime.checkpoint.saving.save_report import Report, describe
 from smp_runtime.comm.control import host_name, timeout_seconds
 

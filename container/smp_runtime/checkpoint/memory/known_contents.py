@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.save_plan import SavePlan, WriteShare, contents_of
+from smp_runtime.checkpoint.saving.save_plan import SavePlan, WriteShare, contents_of
 from smp_runtime.microbatch_state.remote_stubs import RemoteStub
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from smp_config.version import __version__
 from smp_runtime.checkpoint.files.manifest import FileRecord, Manifest, OptimizerRecord, Piece, TensorRecord
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.live_state import updated_parameters
-from smp_runtime.checkpoint.save_plan import optimizer_record
+from smp_runtime.checkpoint.saving.save_plan import optimizer_record
 from smp_runtime.comm.control import host_name
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,39 +18,21 @@ from smp_runtime.checkpoint.live_state import (
     live_extras,
     live_masters,
     live_weights,
-    local_records,
     updated_parameters,
 )
 from smp_runtime.checkpoint.object_files import partial_suffix
+from smp_runtime.checkpoint.saving.flat_buffers import Apart, FlatGroups, Keep, flat_groups, piece_of
 from smp_runtime.optim.whole_state import is_elementwise
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
-    from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 PARTIAL_KEY = "_smp_is_partial"
 #: In files, and in the names that ``keep`` is called with: parts of sharded parameters.
 SHARDS = "shards"
-#: Makes of a live tensor the one that is written, which may get its elements when all files are built. The name is unique in the
-#: rank's files.
-Keep = Callable[[str, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Apart:
-    """What another thread writes a checkpoint with.
-
-    Attributes:
-        keep: copies a tensor before training goes on.
-        group: the ranks of the sharding group, in a process group that nothing else uses; None without sharding.
-    """
-
-    keep: Keep
-    group: torch.distributed.ProcessGroup | None
 
 
 @dataclass
@@ -179,7 +159,7 @@ def contents_of(
     parts, names = state_parts(session, model), LiveNames(model)
     flat = FlatGroups()
     if model.shards is not None and entries and not as_held and (share.has_copies or share.rdp < parts):
-        flat, made.first = flat_groups(session, model, entries, share, apart)
+        flat, made.first = flat_groups(session, model, entries, share.leads_tensors, apart)
     if share.rdp == 0 and share.leads_tensors:
         _describe(made, model, names, session.ranks.rank_in(Group.PP))
     _module_file(made, model, names, share)
@@ -232,13 +212,6 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _piece(region: TensorRegion) -> Piece:
-    return Piece(
-        None if region.axis is None else region.cuts,
-        None if region.is_slice else (region.first, region.last),
-    )
-
-
 def _module_file(made: SavePlan, model: DistributedModel, live: LiveNames, share: WriteShare) -> None:
     """Add ``model_*.pt``: everything that is the same on replicas, under all of its names, in the order of the model."""
     if not share.writes(1):
@@ -251,7 +224,7 @@ def _module_file(made: SavePlan, model: DistributedModel, live: LiveNames, share
     others = list(live_buffers(model, live)) if share.leads_tensors else []
     own = list(live_extras(model)) if share.leads_tensors else []
     for holding in (*held, *others):
-        made.note(file, MODULE, holding.name, _piece(holding.region))
+        made.note(file, MODULE, holding.name, piece_of(holding.region))
     for name, _ in own:
         made.note(file, EXTRA, name, Piece(whole_object=True))
     empty = {record.names: record.parameter for record in live.records if record.parameter in sharded}
@@ -293,7 +266,7 @@ def _shard_file(
         return
     file = f"model_{share.coordinates(parts)}.pt"
     for holding in held:
-        made.note(file, MODULE, holding.name, _piece(holding.region))
+        made.note(file, MODULE, holding.name, piece_of(holding.region))
 
     def build(keep: Keep) -> dict[str, Any]:
         return {SHARDS: {h.name: keep(f"{SHARDS}/{h.name}", h.tensor) for h in held}, PARTIAL_KEY: True}
@@ -327,7 +300,7 @@ def _master_file(
         return
     file = f"fp16_states_{share.suffix(parts)}.pt"
     for holding in held:
-        made.note(file, MASTER, holding.name, _piece(holding.region))
+        made.note(file, MASTER, holding.name, piece_of(holding.region))
 
     def build(keep: Keep) -> dict[str, Any]:
         masters = {h.name: keep(f"{MASTER}/{h.name}", h.tensor if h.counted is None else h.counted) for h in held}
@@ -363,9 +336,9 @@ def _optimizer_file(
         for key, value in optimizer.state.get(entry.updated, {}).items():
             state.setdefault(entry.name, {})[key] = value
             if is_elementwise(value, entry.updated):
-                made.note(file, key, entry.name, _piece(entry.region))
+                made.note(file, key, entry.name, piece_of(entry.region))
             else:
-                tensor = _piece(entry.region).tensor
+                tensor = piece_of(entry.region).tensor
                 made.note(file, key, entry.name, Piece(tensor, whole_object=True))
     for name, piece in flat.pieces.items():
         made.note(file, MASTER, name, piece)
@@ -405,103 +378,3 @@ def _kept(keep: Keep, name: str, value: Any) -> Any:
         for number, leaf in enumerate(leaves)
     ]
     return tree_unflatten(kept, structure)
-
-
-def _local(model: DistributedModel) -> set[torch.nn.Parameter]:
-    return {record.parameter for record in local_records(model)}
-
-
-# -- sharded data parallelism ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FlatGroups:
-    """Float32 weights of sharded data parallelism as other tools read them: by parameter group, one flat buffer.
-
-    Each parameter is divided evenly among the ranks of a sharding group, the last parts filled up with zeros, and a
-    rank's parts follow each other in the order of the group. (In memory, units of several parameters are divided.)
-
-    Attributes:
-        buffers: of this rank, one for each parameter group, once they are filled; None without sharded data parallelism or
-            optimizer.
-        pieces: where this rank's part of each parameter is.
-        names: the parameters that are in the buffers of any rank.
-        shapes: of the parameters of each group, by name, in order.
-    """
-
-    buffers: list[torch.Tensor] | None = None
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    shapes: list[dict[str, list[int]]] = field(default_factory=list)
-
-
-#: Index of a buffer, a part's offset in it, and the part's first and last element in the flat parameter.
-_Place = tuple[int, int, int, int]
-
-
-def flat_groups(
-    session: Session, model: DistributedModel, entries: Sequence[Updated], share: WriteShare, apart: Apart | None
-) -> tuple[FlatGroups, Callable[[], None]]:
-    """Give every rank of the sharding group its even part of every parameter.
-
-    Returns:
-        The groups, and what fills their buffers, which all ranks of the sharding group call together.
-    """
-    shards = model.shards
-    if shards is None:
-        raise AssertionError("flat groups belong to sharded data parallelism")
-    degree, position = session.ranks.size(Group.SHARD), session.ranks.rank_in(Group.SHARD)
-    local = _local(model)
-    made = FlatGroups(buffers=[])
-    places: dict[torch.nn.Parameter, _Place] = {}
-    lengths: list[int] = []
-    for entry in entries:
-        while len(made.shapes) <= entry.group:
-            made.shapes.append({})
-            lengths.append(0)
-        is_written = share.leads_tensors or entry.record.placement.tensor_axis is not None
-        if not is_written or entry.parameter not in shards.optimizer_shards or entry.parameter not in local:
-            continue
-        elements = entry.region.slice_elements
-        share_elements = -(-elements // degree)
-        first, last = min(position * share_elements, elements), min((position + 1) * share_elements, elements)
-        places[entry.parameter] = (entry.group, lengths[entry.group], first, last)
-        made.names.add(entry.name)
-        made.shapes[entry.group][entry.name] = list(entry.region.slice_shape)
-        if first < last:
-            tensor = _piece(entry.region).tensor
-            made.pieces[entry.name] = Piece(tensor, (first, last), (entry.group, lengths[entry.group]))
-        lengths[entry.group] += share_elements
-    held = {p: shard.optimized.detach() for p, shard in shards.optimizer_shards.items() if shard is not None}
-    if apart is not None:
-        names = {entry.parameter: entry.name for entry in entries}
-        held = {p: apart.keep(f"part/{names[p]}", value) for p, value in held.items() if p in names}
-    # The same on every rank, also on one that has no part of anything.
-    types = {torch.float32 if model.precision.is_half else p.dtype for p in shards.optimizer_shards}
-    dtype = functools.reduce(torch.promote_types, types, torch.float32)
-    buffers: list[torch.Tensor] = []
-    made.buffers = buffers
-
-    def fill() -> None:
-        # Never on the device, which may not have enough memory for them.
-        buffers.extend(torch.zeros(length, dtype=dtype, device="cpu") for length in lengths)
-        _fill(buffers, places, held, shards, apart.group if apart is not None else None)
-
-    return made, fill
-
-
-@torch.no_grad()
-def _fill(
-    buffers: list[torch.Tensor],
-    places: dict[torch.nn.Parameter, _Place],
-    held: dict[torch.nn.Parameter, torch.Tensor],
-    shards: ShardedParameters,
-    group: torch.distributed.ProcessGroup | None,
-) -> None:
-    """Put this rank's part of every whole parameter into its place."""
-    parts = {p: value for p, value in held.items() if p in shards.parameters}
-    others = ((p, value) for p, value in held.items() if p not in shards.parameters)
-    for parameter, whole in itertools.chain(shards.whole_values(parts, group), others):
-        if parameter in places:
-            index, offset, first, last = places[parameter]
-            buffers[index][offset : offset + last - first].copy_(whole.reshape(-1)[first:last])
