@@ -98,12 +98,13 @@ def test_keys_of_heads_that_do_not_divide_are_repeated():
 
 
 class _TwoWays(own_blocks.Grouped):
-    """As in Transformers 5: without a mask, the kernel finds out how many heads share a key."""
+    """As in Transformers 5: without a mask, the kernel finds out how many heads share a key. A norm is used there alone."""
 
     def forward(self, x, mask=None):
         if mask is not None:
             return super().forward(x, mask)
         q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = self.norm(q), self.norm(k)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(attended.transpose(1, 2).flatten(2))
 
@@ -133,7 +134,7 @@ def test_numbers_that_attention_reads_with_a_mask_alone_are_those_of_a_rank():
     split = _found(net)[0]["layers.0"]
     assert split.leaves["attention.k"].runs == ((0, 4), (0, 4))
     assert ("attention", "groups", 2) in split.numbers
-    assert "attention.k.weight" in split.summed
+    assert {"attention.k.weight", "attention.norm.weight"} < set(split.summed)
 
 
 def test_parameters_that_each_rank_uses_on_its_own_heads_are_summed():
