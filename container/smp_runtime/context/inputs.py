@@ -102,15 +102,21 @@ class SequenceInputs:
     def _compare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], describe: Callable[[], Any] = lambda: None
     ) -> list[Any]:
-        """Compare the inputs of the group's ranks, let their random numbers be those of the first, and exchange ``describe()``."""
+        """Compare the inputs of the group's ranks, let their random numbers be those of the first, and exchange ``describe()``.
+
+        Python's and NumPy's too: a model that leaves out layers at random must leave out the same ones on all ranks.
+        """
         self._calls += 1
         is_due = self._calls <= _COMPARED_FIRST or self._calls % _COMPARED_EVERY == 0
         if self._ranks.device.type != "cpu" and not is_due:
             return []
         tensors = argument_tensors((args, kwargs))
         mine = torch.tensor([*digest(tensors), *_random_state(self._ranks.device)], dtype=torch.float64)
-        told = self._ranks.control.allgather((mine.tolist(), describe()), self._ranks.members(Group.CONTEXT))
-        everyone = [numbers for numbers, _ in told]
+        # Scripts seldom seed Python's and NumPy's generators, so the first rank always tells theirs.
+        others = OtherGenerators().numbers()
+        words = mine.tolist(), describe(), others if self._group.rank == 0 else None
+        told = self._ranks.control.allgather(words, self._ranks.members(Group.CONTEXT))
+        everyone = [numbers for numbers, _, _ in told]
         for place, theirs in enumerate(everyone):
             if theirs[:3] != everyone[0][:3]:
                 members = self._ranks.members(Group.CONTEXT)
@@ -121,34 +127,26 @@ class SequenceInputs:
                     code="SMP310",
                 )
         if any(theirs[3:] != everyone[0][3:] for theirs in everyone):
-            # Python's and NumPy's generators, the last ones, differ wherever a script does not seed them.
-            of_torch = slice(3, 4 + (self._ranks.device.type == "cuda"))
-            self._agree_on_random_numbers(report=any(each[of_torch] != everyone[0][of_torch] for each in everyone))
-        return [more for _, more in told]
+            self._agree_on_random_numbers()
+        of_first = told[0][2]
+        if of_first is not None and of_first != others:
+            OtherGenerators.of_numbers(of_first).restore(draws=False)
+        return [more for _, more, _ in told]
 
-    def _agree_on_random_numbers(self, *, report: bool) -> None:
-        """Take over the state of the first rank's generators.
-
-        Dropout must drop the same elements on all ranks, and a model that leaves out layers at random the same ones.
-
-        Args:
-            report: whether to log it, once.
-        """
+    def _agree_on_random_numbers(self) -> None:
+        """Take over the state of the first rank's generators: dropout must drop the same elements on all ranks."""
         states = [torch.get_rng_state()]
         if self._ranks.device.type == "cuda":
             states.append(torch.cuda.get_rng_state())
-        mine = [state.tolist() for state in states], OtherGenerators().numbers()
-        told = self._ranks.control.allgather(
-            mine if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
+        first = self._ranks.control.allgather(
+            [state.tolist() for state in states] if self._group.rank == 0 else None, self._ranks.members(Group.CONTEXT)
         )[0]
-        if told is None:  # in a rehearsal, where no rank was there to say it
+        if first is None:  # in a rehearsal, where no rank was there to say it
             return
-        first, others = told
         torch.set_rng_state(torch.tensor(first[0], dtype=torch.uint8))
         if len(first) > 1:
             torch.cuda.set_rng_state(torch.tensor(first[1], dtype=torch.uint8))
-        OtherGenerators.of_numbers(others).restore(draws=False)
-        if report and "random" not in self._reported and self._group.rank == 0:
+        if "random" not in self._reported and self._group.rank == 0:
             self._reported.add("random")
             logger.info(
                 "Context parallelism: ranks that share sequences out were seeded differently, and use the first one's seed"
@@ -186,7 +184,6 @@ def _random_state(device: torch.device) -> list[float]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state())
-    states += [torch.tensor(numbers, dtype=torch.float64) for numbers in OtherGenerators().numbers()]
     weights = [torch.arange(1, len(state) + 1, dtype=torch.float64) for state in states]
     return [float((state.double() * weight).sum()) for state, weight in zip(states, weights, strict=True)]
 
