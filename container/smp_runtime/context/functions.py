@@ -15,6 +15,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from smp_runtime.context.exchange import ContextGroup
 from smp_runtime.context.proofs.function_gradients import FunctionOnSlices, cut_with_true_gradients
+from smp_runtime.context.proofs.position_wise import PositionWise
+from smp_runtime.context.proofs.side_effects import is_ours
 from smp_runtime.context.rules.pointwise import align
 from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from smp_runtime.context.layout import SequenceLayout
 
 #: What is known of each function's class.
-_position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], FunctionOnSlices] = weakref.WeakKeyDictionary()
+_position_wise: weakref.WeakKeyDictionary[type[torch.autograd.Function], PositionWise] = weakref.WeakKeyDictionary()
 
 _original_grad: Callable[..., Any] = torch.autograd.grad
 
@@ -63,7 +65,9 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     if cls.__module__.startswith(_INDEXING):
         return _call_whole(cls, *args, **kwargs)
     if cls not in _position_wise:
-        _position_wise[cls] = FunctionOnSlices(functools.partial(_call_whole, cls))
+        run = functools.partial(_call_whole, cls)
+        # Backward passes of this library are linear, and may leave weights' gradients for later.
+        _position_wise[cls] = PositionWise(run, knows_types=True) if is_ours(cls) else FunctionOnSlices(run)
     return _position_wise[cls](*args, **kwargs)
 
 

@@ -9,6 +9,7 @@ as before. Functions of autograd have a backward pass of their own, which is pro
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,9 @@ _FEWEST = 4
 #: All of so many positions are one in a part of the proof, which no capacity of an expert takes.
 _CROWD = 1024
 
-#: So many forms of a module's calls are proven. One whose attributes change all the time runs on whole sequences.
-_MOST_PROOFS = 16
+#: So many forms of calls are proven, as of each layer's quantized weights. What gets other objects all the time runs on whole
+#: sequences then.
+_MOST_PROOFS = 512
 
 #: Relative difference between results that count as equal, by the size of a number in bytes.
 _TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 3e-2, 1: 0.0}
@@ -54,10 +56,12 @@ class PositionWise:
     Args:
         call: the callable.
         module: whose forward it is.
+        knows_types: whether objects of a type among its arguments are all alike.
     """
 
-    def __init__(self, call: Callable[..., Any], module: nn.Module | None = None) -> None:
+    def __init__(self, call: Callable[..., Any], module: nn.Module | None = None, *, knows_types: bool = False) -> None:
         self._call = call
+        self._knows_types = knows_types
         self._modules = [] if module is None else list(module.modules())
         self._observers = Observers(self._modules)
         self._proven: dict[tuple[Any, ...], Places | None] = {}
@@ -68,7 +72,7 @@ class PositionWise:
         if not found or not _are_alike(found) or self._observers.change_something():
             return self._call(*args, **kwargs)
         first = found[0]
-        form = *_form_of(args, kwargs), mode_of(self._modules), self._observers.count()
+        form = *_form_of(args, kwargs, knows_types=self._knows_types), mode_of(self._modules), self._observers.count()
         if form not in self._proven and len(self._proven) < _MOST_PROOFS:
             self._proven[form] = self._agree(first.group, args, kwargs)
         places = self._proven.get(form)
@@ -221,18 +225,30 @@ def _are_alike(sequences: list[ShardedSequence]) -> bool:
     return len({(one.sequence_layout.key, one.sequence_layout.inner) for one in sequences}) == 1
 
 
-def _form_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return what of a call decides how it treats positions: the dims of tensors, and all other values."""
+def _form_of(args: Any, kwargs: Any, *, knows_types: bool) -> tuple[Any, ...]:
+    """Return what of a call decides how it treats positions: the dims of tensors, and all other values, or types of objects."""
 
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, ShardedSequence):
             return leaf.dim_held, leaf.dim(), leaf.dtype
         if isinstance(leaf, torch.Tensor):
             return leaf.dim()
-        return leaf if isinstance(leaf, Hashable) else object()
+        if isinstance(leaf, int | float | str | bool | None):
+            return leaf
+        return type(leaf) if knows_types else _identity_of(leaf)
 
     leaves, structure = tree_flatten((args, kwargs))
     return *map(describe, leaves), str(structure)
+
+
+def _identity_of(value: Any) -> Any:
+    """Return what stands for an object without keeping what it refers to; another thing each time for one without a hash."""
+    if not isinstance(value, Hashable):
+        return object()
+    try:
+        return weakref.ref(value)
+    except TypeError:  # as of a dtype
+        return value
 
 
 def _local(sequence: ShardedSequence) -> torch.Tensor:
