@@ -327,6 +327,32 @@ def test_a_failure_to_begin_is_told_to_all_behind_their_backs(ranks, tmp_path):
     assert newest_name(tmp_path) == "next_partial"
 
 
+def test_a_folder_that_other_hosts_share_than_at_the_first_save_is_refused_once(ranks, tmp_path):
+    def run(path):
+        import dataclasses
+
+        from support.training.checkpoint_training import Training
+
+        from smp_runtime.job.session import current_session
+
+        run = Training()
+        run.train(0, 1)
+        run.save(path, "0", 1, async_save=True)
+        known = saving.Saver.of(current_session())._agreed
+        for folder, found in list(known.items()):
+            known[folder] = dataclasses.replace(found, hosts=[0, 1])
+        run.save(path, "1", 1, async_save=True)
+        with pytest.raises(CheckpointError, match="shared by all hosts and is not any more.*still the newest"):
+            run.smp.wait_for_checkpoint()
+        run.save(path, "2", 1, async_save=True)
+
+    ranks(run, 2, str(tmp_path), config={"ddp": True})
+    deadline = time.monotonic() + 20
+    while newest_name(tmp_path) != "2_partial" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != LOCK) == ["0_partial", "2_partial", "newest"]
+
+
 def test_a_state_that_is_replaced_meanwhile_is_that_of_the_call(solo, tmp_path, monkeypatch):
     solo({})
     run = Training()

@@ -78,9 +78,10 @@ class _Save:
         transaction: of its folder.
         content: the script's own, on rank 0.
         keep: how many checkpoints stay.
-        agreed: None as long as the transaction has not begun.
         problem: why this rank cannot take part.
-        assumed: what the plan was made for, if the transaction begins on the thread.
+        assumed: what the plan was made for, if the transaction begins on the thread; else None.
+        flat: as in :class:`_KnownFolder`.
+        first: what ranks do together before any of them writes.
         jobs: what makes the content of each of this rank's files.
         texts: files that a host has once.
         is_in_memory: whether files need no further host memory when they are made, so that several can be written at once.
@@ -111,16 +112,8 @@ class _Save:
         self.transaction.begin(exchange, self.problem)
         if self.is_elsewhere:
             self.transaction.abandon()
-            raise not_saved(
-                self.transaction.final,
-                [
-                    (
-                        0,
-                        host_name(),
-                        "its folder was shared by all hosts and is not any more, or the other way round: save again",
-                    )
-                ],
-            )
+            why = "its folder was shared by all hosts and is not any more, or the other way round: save again"
+            raise not_saved(self.transaction.final, [(0, host_name(), why)])
 
     def complete(self, exchange: Exchange) -> None:
         """Write this rank's files, and commit with all ranks."""
