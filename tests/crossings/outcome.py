@@ -140,6 +140,8 @@ def _limit_of(case: AnyCase) -> float:
     """Return the relative difference that a case may have; Mixtral's router computes in float32 in any precision."""
     if isinstance(case, Version2Case) and case.precision == "float64" and case.net == "mixtral" and case.splits:
         return 1e-4  # split layers round in another order
+    if case.precision == "float32" and case.optimizer == "muon":
+        return 2e-3  # elements at a border go another way when they are rounded to bfloat16, where sums have another order
     return 1e-7 if case.precision == "float64" and case.net == "mixtral" else _LIMITS[case.precision]
 
 
