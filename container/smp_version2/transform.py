@@ -123,6 +123,9 @@ def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
         late = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
         for module in model.modules() if late else ():
             empty_module_params(module, device)
+            for name, buffer in module._buffers.items():  # such as the vectors of a spectral norm of late weights
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
         tie = getattr(model, "tie_weights", None)
         if late and tie is not None:
             tie()

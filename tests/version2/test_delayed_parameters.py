@@ -115,3 +115,25 @@ def test_experts_that_are_shared_out_start_as_others(ranks: Any, tensor: int) ->
 def test_weights_of_rank_0_reach_all_ranks(ranks: Any, make: Any, config: dict[str, Any]) -> None:
     found = ranks(lambda: _start(make, config, from_rank0=True), 4, init=False, timeout=120)
     assert len(found[0]) > 10
+
+
+def _normed() -> dict[str, torch.Tensor]:
+    """Return the state of a map with a spectral norm, of which only rank 0 had weights and vectors."""
+    import torch.sagemaker as tsm
+    from accelerate import init_empty_weights
+    from torch import nn
+
+    tsm.init({"tensor_parallel_degree": 2})
+    torch.manual_seed(tsm.state.rank)
+    with contextlib.nullcontext() if tsm.state.rank == 0 else init_empty_weights():
+        model: Any = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Linear(6, 4))
+    model = tsm.transform(model, load_state_dict_from_rank0=True)
+    return {name: value.detach().clone() for name, value in model[0].state_dict().items()}  # which is not divided
+
+
+def test_buffers_of_late_weights_come_from_rank_0_too(ranks: Any) -> None:
+    first, second = ranks(_normed, 2, init=False, timeout=120)
+    assert sum(name.endswith(("_u", "_v")) for name in first) == 2
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
