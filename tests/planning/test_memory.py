@@ -444,6 +444,13 @@ def test_sums_of_the_root_unit_need_a_segment_as_large_as_they_are() -> None:
     grows = {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}}
     assert total(2, compiled_loss=True) - total(2, compiled_loss=True, **grows) == 4 * root
     assert total(4, compiled_loss=True) == total(4, compiled_loss=True, **grows)
+    # The gradient of a table in half precision is larger than the logits of few tokens in half precision.
+    few = shape.with_sequence(1024)
+    one, without = (
+        planned(settings, 1, few, compiled_loss=True, engine="fsdp2", dropout=False, **more).total_bytes
+        for more in ({}, grows)
+    )
+    assert one - without == (4 + 2) * root
     # The fp32 logits of a loss that is not compiled leave segments that are large enough.
     assert total(2, compiled_loss=False) == total(2, compiled_loss=False, **grows)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -290,3 +292,31 @@ def test_the_document_shows_these_numbers() -> None:
         shown = f"| {made.total_bytes / 1e9:.1f} | {made.fraction:.0%} | {made.verdict.value} |"
         line = next((line for line in text.splitlines() if line.startswith(f"| {row[0]} |")), "")
         assert line.endswith(shown), f"{DOCUMENT} should end the row of {row[0]} with {shown}, has {line!r}"
+
+
+@pytest.mark.full
+def test_fsdp2_itself_reserves_what_a_plan_says() -> None:
+    """Two layers of a Llama on eight ranks, by FSDP2's own code and the model of PyTorch's allocator, without memory."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"intermediate_size": 14_336, "vocab_size": 128_256, "max_position_embeddings": 8192}
+    how: dict[str, Any] = {
+        "engine": "fsdp2",
+        "activation_checkpointing": "selective",
+        "optimizer": "adamw",
+        "dropout": False,
+    }
+    made = plan(
+        {"model_type": "llama", "tie_word_embeddings": False, **sizes},
+        "ml.p5.48xlarge",
+        1,
+        {"ddp": True, "bf16": True, "sharded_data_parallel_degree": 8},
+        2,
+        sequence=8192,
+        **how,
+    )
+    script = Path(__file__).parents[2] / "benchmarks" / "rehearsal" / "rehearsed_fsdp2.py"
+    found = subprocess.run(
+        [sys.executable, str(script), "8", "2"], check=True, capture_output=True, text=True, timeout=300
+    )
+    reserved = float(found.stdout.split()[-1])
+    assert reserved == pytest.approx(made.total_bytes / 2**30, rel=0.03)

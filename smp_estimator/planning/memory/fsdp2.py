@@ -9,8 +9,8 @@ follow from sizes and from what the engine does. No number was fitted.
 * In a pipeline everything stays gathered until the last microbatch, and gradients are summed whole, in fp32, until they are
   reduced after it. Each stage keeps its outputs, and a buffer for the gradient of each.
 * A pipeline's first piece has no more layers than any other, as torchtitan divides them.
-* The root unit's gradients are reduced when backward has ended. Their fp32 sums need a free segment as large as they are. The
-  largest one is the loss's. If that is too small, another one is reserved, unless segments are expandable.
+* The root unit's gradients are reduced when backward has ended. They and their fp32 sums need free segments as large as they are.
+  The largest one is the loss's. If that is too small, others are reserved, unless segments are expandable.
 * The cross entropy in fp32 has three fp32 tensors of the logits' size in backward: log-softmax, and two gradients. The memory
   of the logits themselves is too small for any of them. Over a tensor parallel group it is computed op by op and has four.
 """
@@ -84,7 +84,7 @@ def stage_of_fsdp2(
     tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
     passes = parameters.microbatches * workload.accumulation
     has_stages = parameters.pipeline_parallel_degree > 1
-    total = trainable = matrices = root = moments = 0
+    total = trainable = matrices = root = table = moments = 0
     units: dict[int, int] = {}
     for weight in weights:
         is_matrix = weight.split or weight.embedding
@@ -96,6 +96,7 @@ def stage_of_fsdp2(
         matrices += local if weight.split else 0
         if weight.layer is None or weight.layer < 0:
             root += local
+            table = max(table, local)
         else:
             units[weight.layer] = units.get(weight.layer, 0) + local
     layer = max(units.values(), default=0)
@@ -114,7 +115,7 @@ def stage_of_fsdp2(
     whole = _FP32 * trainable if has_stages and passes > 1 and shards > 1 else 0
     # One layer's sums travel while those of the next one are made.
     buckets = 2 * _FP32 * layer + _HALF * layer if shards > 1 else 0
-    apart = _segment_of_root(request, batch, root) if shards > 1 and not has_stages else 0
+    apart = _segments_of_root(request, batch, root, table) if shards > 1 and not has_stages else 0
     activations = _activations(request, batch, layers, in_flight, has_loss=has_loss)
     kinds = {
         Kind.PARAMETERS: round(_FP32 * total / shards),
@@ -137,11 +138,12 @@ def has_expandable_segments(request: Request) -> bool:
     return any("expandable_segments:true" in option.replace(" ", "").lower() for option in options)
 
 
-def _segment_of_root(request: Request, batch: Batches, root: int) -> int:
-    """Return the bytes of a segment that only the root unit's sums take, which are made when backward has ended.
+def _segments_of_root(request: Request, batch: Batches, root: int, table: int) -> int:
+    """Return the bytes of segments that only the root unit's gradients take, and their sums when backward has ended.
 
     Args:
         root: elements of the root unit.
+        table: of its largest tensor.
     """
     shape, parameters, workload = request.shape, request.parameters, request.workload
     if not shape.has_layers or has_expandable_segments(request):
@@ -149,7 +151,8 @@ def _segment_of_root(request: Request, batch: Batches, root: int) -> int:
     tokens = batch.group_batch * batch.sequence // batch.microbatches // parameters.context_parallel_degree
     logits = tokens * shape.vocabulary // parameters.tensor_parallel_degree
     largest = logits * (_HALF if workload.compiled_loss else _FP32)
-    return _FP32 * root if _FP32 * root > largest else 0
+    gradients = _HALF * root if _HALF * table > largest else 0
+    return gradients + (_FP32 * root if _FP32 * root > largest else 0)
 
 
 def share_of_context(request: Request) -> ContextShare | None:
