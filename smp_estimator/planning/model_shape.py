@@ -250,7 +250,9 @@ class ModelShape:
         """Return the same model for samples of another length; weights made from the shape keep their sizes."""
         if sequence is None or sequence == self.sequence:
             return self
-        return replace(self, sequence=sequence, weights=self.tensors())
+        # A configuration's source says how many of the possible tokens a sample has.
+        source = self.source.replace(f"{self.sequence:,} were taken", f"{sequence:,} were taken")
+        return replace(self, sequence=sequence, weights=self.tensors(), source=source)
 
     def __str__(self) -> str:
         return (

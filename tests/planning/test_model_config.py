@@ -101,6 +101,7 @@ def test_sizes_are_those_of_the_configuration() -> None:
     assert (shape.gated, shape.tied_embeddings, shape.biases) == (True, False, False)
     assert shape.sequence == 4096
     assert "up to 8,192 tokens are possible, 4,096 were taken" in shape.source
+    assert "up to 8,192 tokens are possible, 2,048 were taken" in shape.with_sequence(2048).source
     assert plan(LLAMA3, "ml.p4d.24xlarge", sequence=8192).request.shape.sequence == 8192
     assert shape_of(T5).layers == 12
     assert shape_of(MIXTRAL).width == 2 * 14336  # of the experts that a token passes
