@@ -248,7 +248,7 @@ def test_a_step_of_another_course_equals_one_process(ranks, way):
     _compare(ranks, way, 2)
 
 
-@pytest.mark.parametrize("way", ["nothing", "skips a call", "calls twice", "no backward in one"])
+@pytest.mark.parametrize("way", ["nothing", "writes into its input", "skips a call", "no backward in one"])
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_stages_that_learn_of_a_group_from_each_other(ranks, way, schedule):
     _compare(ranks, way, 3, pipeline=schedule)
