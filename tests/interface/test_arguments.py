@@ -86,6 +86,13 @@ def test_settings_that_slow_a_job_down_are_warned_about():
     assert not ModelParallelParameters.from_mp_parameters({"fast_mode": False}).warnings()
 
 
+@pytest.mark.parametrize("settings", [{}, {"partitions": 2, "fast_mode": False}])
+def test_a_step_program_that_is_ignored_is_warned_about(settings):
+    said = ModelParallelParameters.from_mp_parameters({"step_program": True, **settings}).warnings()
+    assert any("step_program ignored" in sentence for sentence in said)
+    assert not ModelParallelParameters.from_mp_parameters({"step_program": True, "partitions": 2}).warnings()
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def test_a_rank_that_ends_its_script_while_a_message_is_sent_to_it_is_named():
     alarm = Alarm(0, [4, 7], None, threading.Condition(), lambda: True, messenger.send)
 
     class Closing:
-        def send(self, stage, *_):
+        def send(self, stage, *_, **__):
             alarm.left_stage(stage)
             raise SMPRuntimeError("nothing can be sent")
 

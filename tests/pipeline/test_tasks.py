@@ -29,6 +29,7 @@ def _scheduler(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
         finished=finished,
         idle=lambda: None,
         leaves_weights=lambda task: None,
+        pauses=lambda task: None,
     )
     return scheduler
 
