@@ -141,7 +141,9 @@ def _limit_of(case: AnyCase) -> float:
     if isinstance(case, Version2Case) and case.precision == "float64" and case.net == "mixtral" and case.splits:
         return 1e-4  # split layers round in another order
     if case.precision == "float32" and case.optimizer == "muon":
-        return 2e-3  # elements at a border go another way when they are rounded to bfloat16, where sums have another order
+        return (
+            2e-3  # elements at a border go another way when they are rounded to bfloat16, where sums have another order
+        )
     return 1e-7 if case.precision == "float64" and case.net == "mixtral" else _LIMITS[case.precision]
 
 
