@@ -91,13 +91,16 @@ class OptimizerShard:
 @torch.no_grad()
 def store_all(shards: Iterable[OptimizerShard]) -> None:
     """Write updated values into the model, by one operation."""
-    apart = [shard for shard in shards if shard.is_apart]
-    if not apart:
-        return
-    wait_for_copies()
-    stored = [shard.stored for shard in apart]
-    optimized: list[torch.Tensor] = [shard.optimized for shard in apart]
-    torch._foreach_copy_(stored, optimized)
+    stored: list[torch.Tensor] = []
+    optimized: list[torch.Tensor] = []
+    for shard in shards:
+        if shard.is_apart:
+            stored.append(shard.stored)
+            optimized.append(shard.optimized)
+    # PyTorch refuses empty lists.
+    if stored:
+        wait_for_copies()
+        torch._foreach_copy_(stored, optimized)
 
 
 def whole_shard(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:
