@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.ranks.context_threads import assert_equal_to_alone, cut, run_context, whole_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from smp_runtime.context import packed_masks
+from smp_runtime.context.inputs import SequenceInputs
 from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 
@@ -413,14 +413,14 @@ def test_attention_runs_in_the_type_of_autocast():
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_transformers_makes_masks_for_packed_samples_only(monkeypatch):
+def test_transformers_makes_masks_for_packed_samples_only(monkeypatch, solo):
     def find(position_ids):
         return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
     module = SimpleNamespace(find_packed_sequence_indices=find)
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", module)
-    packed_masks.install()
-    packed_masks.install()
+    for _ in range(2):
+        SequenceInputs(solo({}).ranks)  # which every model under context parallelism has
     positions = torch.arange(6)[None]
     assert module.find_packed_sequence_indices(positions) is None
     assert module.find_packed_sequence_indices(positions % 4).tolist() == [[0, 0, 0, 0, 1, 1]]
