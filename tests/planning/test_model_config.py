@@ -93,6 +93,8 @@ def test_other_names_of_a_given_field_have_no_default() -> None:
     assert shape_of(LLAMA3 | {"head_dim": 64}).parameters < shape_of(LLAMA3).parameters
     few = {name: value for name, value in LLAMA3.items() if name != "num_key_value_heads"}
     assert shape_of(few).key_heads == 32  # as many as there are heads
+    renamed = {name: value for name, value in MIXTRAL.items() if name != "num_local_experts"} | {"num_experts": 4}
+    assert shape_of(renamed).parameters == shape_of(MIXTRAL | {"num_local_experts": 4}).parameters
 
 
 def test_sizes_are_those_of_the_configuration() -> None:
