@@ -189,3 +189,22 @@ def test_parts_of_no_known_matrix_are_named_once(
         assert count == joined
         assert len(lines) == bool(named)
         assert all(f"Muon updates {named}" in line for line in lines)
+
+
+def _inferred(family: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Train with what this rank infers of the others, as in a rehearsal, in place of what they say."""
+    from smp_runtime.optim.matrices import exchange
+
+    real, exchange.is_complete = exchange.is_complete, lambda holdings: False
+    try:
+        return _replaced(family)
+    finally:
+        exchange.is_complete = real
+
+
+@pytest.mark.parametrize("layout", ["tp", pytest.param("tp × state", marks=pytest.mark.full)])
+def test_one_rank_infers_which_parts_others_have(ranks: Callable[..., list[Any]], layout: str) -> None:
+    world, settings = LAYOUTS[layout]
+    wanted = _alone("gpt2")
+    for found, _ in ranks(_inferred, world, "gpt2", config=settings):
+        _compare(found, wanted, 1e-9)
