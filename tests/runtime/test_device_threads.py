@@ -27,6 +27,7 @@ STARTS = {
     "smp_runtime/smddp/messages.py": _HOST_ONLY,
     "smp_runtime/smddp/work.py": _HOST_ONLY,
     "smp_tools/tracking/writer.py": _SETS_IT,
+    "smp_runtime/checkpoint/files/checksums.py": _HOST_ONLY,
     "smp_runtime/checkpoint/folder_transaction.py": _HOST_ONLY,
     "smp_runtime/checkpoint/save_partial.py": "reads copies in host memory; their staging names the device",
     "smp_runtime/pipeline/transport/transport.py": "its channels set the device",

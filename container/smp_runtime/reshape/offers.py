@@ -19,7 +19,7 @@ from smp_runtime.checkpoint.live_state import (
     saved_records,
     updated_parameters,
 )
-from smp_runtime.checkpoint.saving.save_plan import optimizer_record
+from smp_runtime.checkpoint.saving.save_report import optimizer_record
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.whole_state import is_elementwise
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -68,7 +68,7 @@ class LocalFileSystem(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            stream = _HashedFile(cast("IO[bytes]", file), self.records)
+            stream = _HashedFile(file, self.records)
             yield stream
             self.records[Path(path).name] = stream.record()
 
@@ -80,7 +80,7 @@ class LocalFileSystem(FileSystem):
 class _HashedFile:
     """A file that is written from its beginning to its end and hashed meanwhile; all else is the file's own."""
 
-    def __init__(self, file: IO[bytes], records: Records) -> None:
+    def __init__(self, file: Any, records: Records) -> None:
         self._file = file
         self._written = written_file(file, records)
 

@@ -16,9 +16,12 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 #: XXH3 with 128 bits, of the whole file.
 XXH3 = "xxh3_128"
@@ -132,6 +135,14 @@ class WrittenFile:
         return f"{self.kind}:{self.digest.hexdigest()}"
 
 
+def together(look: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+    """Return what a function finds of each file, in their order; several are read at once."""
+    if len(items) < 2:
+        return [look(each) for each in items]
+    with ThreadPoolExecutor(min(len(items), READERS), "smp-checksums") as readers:
+        return list(readers.map(look, items))
+
+
 def checksums_of(files: Sequence[tuple[BinaryIO, str]]) -> list[str]:
     """Return the checksums of opened files, each with the hash that is named beside it; several are read at once.
 
@@ -144,10 +155,7 @@ def checksums_of(files: Sequence[tuple[BinaryIO, str]]) -> list[str]:
         except ValueError:
             return ""
 
-    if len(files) < 2:
-        return [found(each) for each in files]
-    with ThreadPoolExecutor(min(len(files), READERS), "smp-checksums") as readers:
-        return list(readers.map(found, files))
+    return together(found, files)
 
 
 def checksum_of(file: BinaryIO, kind: str) -> str:

@@ -9,13 +9,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smp_config.version import __version__
-from smp_runtime.checkpoint.files.checksums import READERS, kind_of
+from smp_runtime.checkpoint.files.checksums import kind_of, together
 from smp_runtime.checkpoint.files.opened_files import MANIFEST as MANIFEST
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity, is_plain_name, read_text
 from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
@@ -246,11 +245,10 @@ def missing_files(
     """
     opened = folder if isinstance(folder, CheckpointFiles) else CheckpointFiles(folder)
     names = list(manifest.files if files is None else files)
-    if read and len(names) > 1:
-        with ThreadPoolExecutor(min(len(names), READERS), "smp-checksums") as readers:
-            found = list(readers.map(lambda name: _problem_of(opened, manifest, name, read=True), names))
+    if read:
+        found = together(lambda name: _problem_of(opened, manifest, name, read=True), names)
     else:
-        found = [_problem_of(opened, manifest, name, read=read) for name in names]
+        found = [_problem_of(opened, manifest, name, read=False) for name in names]
     return [problem for problem in found if problem is not None]
 
 

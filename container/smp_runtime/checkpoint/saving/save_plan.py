@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
+from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Piece, TensorRecord
 from smp_runtime.checkpoint.live_state import (
     LiveNames,
     Updated,
@@ -174,22 +174,6 @@ def contents_of(
         if share.is_elsewhere(parts):
             made.elsewhere |= made.files.keys() - whole
     return made
-
-
-def optimizer_record(optimizer: DistributedOptimizer, entries: Sequence[Updated]) -> OptimizerRecord:
-    """Return the optimizer's groups for the manifest."""
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        plain = {key: value for key, value in group.items() if key != "params" and _is_json(value)}
-        names = [entry.name for entry in entries if entry.group == index]
-        groups.append({**plain, "params": names})
-    return OptimizerRecord(type(optimizer.optimizer).__name__, groups)
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_json(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _describe(made: SavePlan, model: DistributedModel, names: LiveNames, stage: int) -> None:

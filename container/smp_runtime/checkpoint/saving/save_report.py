@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,7 @@ from smp_config import Group
 from smp_config.version import __version__
 from smp_runtime.checkpoint.files.manifest import FileRecord, Manifest, OptimizerRecord, Piece, TensorRecord
 from smp_runtime.checkpoint.files.name_translation import translation_names
-from smp_runtime.checkpoint.live_state import updated_parameters
-from smp_runtime.checkpoint.saving.save_plan import optimizer_record
+from smp_runtime.checkpoint.live_state import Updated, updated_parameters
 from smp_runtime.comm.control import host_name
 
 if TYPE_CHECKING:
@@ -138,3 +138,19 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
         }
         manifest.optimizer.states = sorted(keys - {"module", "master"})
     return manifest
+
+
+def optimizer_record(optimizer: DistributedOptimizer, entries: Sequence[Updated]) -> OptimizerRecord:
+    """Return the optimizer's groups for the manifest."""
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        plain = {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        names = [entry.name for entry in entries if entry.group == index]
+        groups.append({**plain, "params": names})
+    return OptimizerRecord(type(optimizer.optimizer).__name__, groups)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
