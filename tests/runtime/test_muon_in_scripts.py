@@ -150,3 +150,36 @@ def test_scripts_train_as_one_process(ranks: Callable[..., list[Any]], case: str
             is_trained = case != "adapters" or "lora" in name
             is_frozen = case == "frozen" and name in ("table.weight", "layers.0.up.weight", "layers.1.experts")
             assert torch.equal(value, start[name]) == (is_frozen or not is_trained), name
+
+
+def _two_models(split: bool) -> list[torch.Tensor]:
+    """Train two models, whose parameters have the same names, by one optimizer; return their whole matrices."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).double() for _ in range(2)]
+    models: list[Any] = [smp.DistributedModel(each) for each in modules if split and _marked(each)] or modules
+    groups = [{"params": [p for model in models for p in model.parameters()], "use_muon": True}]
+    inner = smp.optimizers.Muon(groups, lr=0.02)
+    optimizer: Any = smp.DistributedOptimizer(inner) if split else inner
+    steps = [training_step(model, lambda m, x: m(x).square().mean()) for model in models] if split else []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for at, model in enumerate(models):
+            x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + at))
+            if split:
+                steps[at](x)
+            else:
+                model(x).square().mean().backward()
+        optimizer.step()
+    return [value.cpu() for model in models for value in model.state_dict().values()]
+
+
+def _marked(module: nn.Module) -> bool:
+    smp.set_tensor_parallelism(module)
+    return True
+
+
+def test_two_models_with_the_same_names_have_matrices_of_their_own(ranks: Callable[..., list[Any]]) -> None:
+    wanted = _two_models(split=False)
+    for found in ranks(_two_models, 2, True, config={"ddp": True, **LAYOUTS["tp"][1]}):
+        for mine, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-9)
