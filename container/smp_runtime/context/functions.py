@@ -97,11 +97,14 @@ def _checkpoint_slices(call: Callable[..., Any], first: ShardedSequence, run: Ca
 def _pass(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a function that returns the tensors that it gets, in their order."""
     given = [each for each in args if isinstance(each, torch.Tensor)]
-    found = call(*(each.local if isinstance(each, ShardedSequence) else each for each in args))
+    found = call(*map(_local, args))
     results = found if isinstance(found, tuple) else (found,)
-    pairs = zip(given, results, strict=True)
-    wrapped = tuple(each.like(result) if isinstance(each, ShardedSequence) else result for each, result in pairs)
-    return wrapped if isinstance(found, tuple) else wrapped[0]
+    wrapped = []
+    for each, result in zip(given, results, strict=True):
+        if isinstance(each, ShardedSequence):
+            result = each.like(result)
+        wrapped.append(result)
+    return tuple(wrapped) if isinstance(found, tuple) else wrapped[0]
 
 
 def _call_whole(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -118,10 +121,13 @@ def _call_whole(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
 def _save_inputs(frame: Any, save: Callable[..., None], *args: Any) -> None:
     """Keep the slices of sequences that PyTorch's checkpointing keeps as inputs, and what makes sequences of them again."""
     # Without the slices themselves: hooks may keep these elsewhere.
-    frame.forms = [
-        (one.dim_held, one.sequence_layout, one.group) if isinstance(one, ShardedSequence) else None for one in args
-    ]
-    save(frame, *(one.local if isinstance(one, ShardedSequence) else one for one in args))
+    frame.forms = []
+    for one in args:
+        form = None
+        if isinstance(one, ShardedSequence):
+            form = one.dim_held, one.sequence_layout, one.group
+        frame.forms.append(form)
+    save(frame, *map(_local, args))
 
 
 def _get_inputs(frame: Any, get: Callable[..., list[Any]]) -> list[Any]:

@@ -109,12 +109,17 @@ def _select(
 @functools.lru_cache(maxsize=64)
 @always_computed
 def _runs(layout: SequenceLayout) -> tuple[tuple[range, ...], ...]:
-    found = []
+    found: list[tuple[range, ...]] = []
     for held in layout.positions:
-        ends = [*(held.diff() != 1).nonzero()[:, 0].add(1).tolist(), len(held)] if len(held) else []
-        firsts = held[[0, *ends[:-1]]].tolist() if ends else []
-        sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
-        found.append(tuple(range(first, first + size) for first, size in zip(firsts, sizes, strict=True)))
+        if not len(held):
+            found.append(())
+            continue
+        # A run ends where a position does not follow the one before.
+        starts = [0, *(held.diff() != 1).nonzero()[:, 0].add(1).tolist()]
+        ends = [*starts[1:], len(held)]
+        firsts = held[starts].tolist()
+        runs = [range(first, first + end - start) for first, start, end in zip(firsts, starts, ends, strict=True)]
+        found.append(tuple(runs))
     return tuple(found)
 
 

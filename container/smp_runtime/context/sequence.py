@@ -172,17 +172,20 @@ def sequences_in(value: Any) -> list[ShardedSequence]:
     """Return the sequences in the arguments of an operation."""
     if isinstance(value, ShardedSequence):
         return [value]
-    if isinstance(value, tuple | list):
-        return [found for item in value for found in sequences_in(item)]
     if isinstance(value, dict):
-        return [found for item in value.values() for found in sequences_in(item)]
-    return []
+        value = list(value.values())
+    found: list[ShardedSequence] = []
+    if isinstance(value, tuple | list):
+        for item in value:
+            found += sequences_in(item)
+    return found
 
 
 def gather_all(value: Any, why: str) -> Any:
     """Return a structure with whole tensors in place of sequences."""
     if isinstance(value, ShardedSequence):
         return value.whole(why)
+    # Faster than a tree of one leaf, and frequent.
     if isinstance(value, torch.Tensor):
         return value
     return tree_map(lambda leaf: leaf.whole(why) if isinstance(leaf, ShardedSequence) else leaf, value)

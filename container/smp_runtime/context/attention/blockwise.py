@@ -79,9 +79,11 @@ class MemberRing:
         """Add gradients that others have returned."""
         found = returned.finish()
         for each in distances:
-            if each in self.plan.leaving:
-                for total, part in zip(sums, found[self.rank_behind(each)], strict=True):
-                    _add_rows(total, self.plan.leaving[each], part)
+            if each not in self.plan.leaving:
+                continue
+            rows, parts = self.plan.leaving[each], found[self.rank_behind(each)]
+            for total, part in zip(sums, parts, strict=True):
+                _add_rows(total, rows, part)
 
 
 def attend_blockwise(

@@ -47,9 +47,15 @@ def choose(
         return None
     shares_heads = q.shape[1] != k.shape[1]
     kind = int(_aten._fused_sdp_choice(q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=shares_heads))
-    # The flash operator of CUDA takes no mask; that of the CPU does.
-    known = (_FLASH,) if device == "cpu" else (_EFFICIENT, _CUDNN) if bias is not None else (_FLASH, _EFFICIENT, _CUDNN)
-    return FusedOperator(kind, causal, scale) if kind in known else None
+    known = [_FLASH]
+    if device == "cuda":
+        known = [_FLASH, _EFFICIENT, _CUDNN]
+        # The flash operator of CUDA takes no mask; that of the CPU does.
+        if bias is not None:
+            known.remove(_FLASH)
+    if kind not in known:
+        return None
+    return FusedOperator(kind, causal, scale)
 
 
 def as_bias(tile: torch.Tensor | None, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -257,6 +257,7 @@ def _ranges(codes: torch.Tensor) -> list[tuple[int, int, int]]:
         return []
     edges = [0, *(codes.diff() != 0).nonzero()[:, 0].add(1).tolist(), len(codes)]
     ranges = [(start, stop, int(codes[start])) for start, stop in itertools.pairwise(edges)]
+    # Each range is a call: so many small ones would take longer than what they leave out.
     if len(ranges) > _FEW_RANGES:
         ranges = _joined(ranges)
     return [each for each in ranges if each[2] != _HIDDEN]

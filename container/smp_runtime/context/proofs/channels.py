@@ -185,7 +185,11 @@ def _are_close(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: fl
     for one, other in pairs:
         if one.shape != other.shape:
             return False
-        if one.numel() and float((one - other).abs().max()) > tolerance * max(float(other.abs().max()), 1e-30):
+        if not one.numel():
+            continue
+        scale = max(float(other.abs().max()), 1e-30)
+        error = float((one - other).abs().max())
+        if error > tolerance * scale:
             return False
     return True
 
@@ -202,9 +206,13 @@ def _sampled(leaf: Any, count: int, *, exactly: bool) -> Any:
 def _share(leaf: Any, role: _Role, part: int | None, size: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    share = leaf if part is None or role.dim is None else leaf.chunk(size, role.dim)[part]
+    share = leaf
+    if part is not None and role.dim is not None:
+        share = leaf.chunk(size, role.dim)[part]
     share = share.clone()
-    return share.requires_grad_() if share.is_floating_point() else share
+    if share.is_floating_point():
+        share.requires_grad_()
+    return share
 
 
 def _channel_dim(held: int) -> int:

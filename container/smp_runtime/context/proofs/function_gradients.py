@@ -63,7 +63,8 @@ def _requires_grad(leaf: Any) -> bool:
 
 def _scale(leaf: Any, factor: float) -> Any:
     """Return a tensor whose gradient is multiplied on its way back."""
-    if not torch.is_grad_enabled() or not _requires_grad(leaf):
+    needs_gradient = torch.is_grad_enabled() and _requires_grad(leaf)
+    if not needs_gradient:
         return leaf
     if isinstance(leaf, ShardedSequence):
         return leaf.like(_ScaleOfGradient.apply(leaf.local, factor))

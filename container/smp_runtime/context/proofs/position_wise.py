@@ -292,6 +292,7 @@ def are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def places_of(result: torch.Tensor, first: ShardedSequence, count: int) -> dict[str, tuple[int, int]]:
     """Return where a result may have positions: the dim, and how many other dims' elements come before them in it."""
     before, held = first.sequence_layout.outer, first.dim_held
+    # Both may be true of one size by chance: other runs decide.
     places = {}
     if result.dim() > held and result.shape[held] == before * count:
         places["same dim"] = held, before

@@ -115,11 +115,11 @@ class ModuleState:
 
     def counts_something(self) -> bool:
         """Return whether a number of a module is another one."""
-        return any(
-            isinstance(value, _NUMBERS) and before.get(name, value) != value
-            for module, before, _ in self._attributes
-            for name, value in vars(module).items()
-        )
+        for module, before, _ in self._attributes:
+            numbers = [(name, value) for name, value in vars(module).items() if isinstance(value, _NUMBERS)]
+            if any(before.get(name, value) != value for name, value in numbers):
+                return True
+        return False
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -182,8 +182,11 @@ class Observers:
         observed = [module for module in self._modules if _has_foreign(module, "_forward_hooks")]
         originals = [vars(module)["_forward_hooks"] for module in observed]
         for module, hooks in zip(observed, originals, strict=True):
-            changed = ((key, hook if is_ours(hook) else functools.partial(call, hook)) for key, hook in hooks.items())
-            vars(module)["_forward_hooks"] = OrderedDict(changed)
+            changed = OrderedDict(hooks)
+            for key, hook in hooks.items():
+                if not is_ours(hook):
+                    changed[key] = functools.partial(call, hook)
+            vars(module)["_forward_hooks"] = changed
         try:
             yield
         finally:

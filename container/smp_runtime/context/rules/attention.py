@@ -92,7 +92,10 @@ def _cast_by_autocast(*parts: torch.Tensor) -> list[torch.Tensor]:
     if not torch.is_autocast_enabled(kind):
         return list(parts)
     dtype = torch.get_autocast_dtype(kind)
-    return [each if each.dtype is torch.float64 else each.to(dtype) for each in parts]
+    cast = []
+    for each in parts:
+        cast.append(each if each.dtype is torch.float64 else each.to(dtype))
+    return cast
 
 
 def _with_four_dims(*parts: torch.Tensor, grouped: bool) -> tuple[list[torch.Tensor], torch.Size]:

@@ -127,10 +127,9 @@ def _change_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 @rule("to", "type_as")
 def _convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], ShardedSequence):  # it takes over the kind of a sequence
-        others = [other.local if isinstance(other, ShardedSequence) else other for other in args[1:]]
-        return func(args[0], *others, **kwargs)
     others = [other.local if isinstance(other, ShardedSequence) else other for other in args[1:]]
+    if not isinstance(args[0], ShardedSequence):  # it takes over the kind of a sequence
+        return func(args[0], *others, **kwargs)
     if isinstance(kwargs.get("other"), ShardedSequence):
         kwargs = {**kwargs, "other": kwargs["other"].local}
     converted = func(args[0].local, *others, **kwargs)

@@ -13,13 +13,15 @@ from smp_runtime.context.sequence import ShardedSequence, rule
 
 @rule("linear", "F.linear", "bilinear_off")
 def _project(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sequence = args[0] if args else kwargs["input"]
-    weights = [*args[1:], *(value for key, value in kwargs.items() if key != "input")]
-    if not isinstance(sequence, ShardedSequence) or any(isinstance(weight, ShardedSequence) for weight in weights):
+    rest = dict(kwargs)
+    sequence = args[0] if args else rest.pop("input")
+    weights = (*args[1:], *rest.values())
+    if not isinstance(sequence, ShardedSequence):
+        return NotImplemented
+    if any(isinstance(weight, ShardedSequence) for weight in weights):
         return NotImplemented
     if sequence.dim_held == sequence.dim() - 1:
         return NotImplemented
-    rest = {key: value for key, value in kwargs.items() if key != "input"}
     return sequence.like(func(sequence.local, *args[1:], **rest))
 
 
@@ -91,7 +93,8 @@ def _multiply_and_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return NotImplemented
     added, left, right = (given[name] for name in _ADDED[func.__name__])
     product = torch.matmul(left, right)
-    product = product if given["alpha"] == 1 else product * given["alpha"]
+    if given["alpha"] != 1:
+        product = product * given["alpha"]
     # PyTorch does not read what it multiplies by zero, which may be uninitialized.
     if given["beta"] == 0:
         return product

@@ -69,6 +69,7 @@ def sum_before(sequence: ShardedSequence) -> Any:
     local = torch.cat(parts, dim) if parts else sequence.local.cumsum(dim)
     own = torch.cat(totals, dim) if totals else local
     everyone = sequence.group.gather(own, dim, shared)
+    # The sums of all runs that come before each run, on whatever rank.
     before = everyone.cumsum(dim) - everyone
     mine = before.index_select(dim, shared.positions[sequence.group.rank].to(local.device))
     lengths = torch.tensor([len(run) for run in runs], dtype=torch.int64, device=local.device)
@@ -98,7 +99,9 @@ def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return compute_pointwise(func, args, kwargs)
     if isinstance(dim, bool):  # ``std(unbiased)``
         return NotImplemented
-    dims = range(sequence.dim()) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    dims: Any = [dim] if isinstance(dim, int) else dim
+    if dim is None or dim == ():
+        dims = range(sequence.dim())
     reduced = {one % sequence.dim() for one in dims}
     if sequence.dim_held in reduced:
         return _reduce_positions(name, func, args, kwargs, sequence, reduced)

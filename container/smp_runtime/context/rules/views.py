@@ -44,8 +44,9 @@ def _view(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 def _as_copy(name: str, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     """Compute a view on whole tensors; writes to the result cannot reach the sequence."""
     made = compute_whole(name, func, args, kwargs)
+    parts = made if isinstance(made, tuple | list) else (made,)
     if isinstance(args[0], ShardedSequence):
-        for part in made if isinstance(made, tuple | list) else (made,):
+        for part in parts:
             note_copy(args[0], part)
     return made
 
@@ -126,10 +127,15 @@ def _squeeze(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     sequence = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     shape = sequence.shape
-    wanted = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    wanted: Any = [dim] if isinstance(dim, int) else dim
+    if dim is None:
+        wanted = range(len(shape))
     gone = sorted({one % len(shape) for one in wanted if shape[one] == 1})
-    local = sequence.local.squeeze(gone) if gone else sequence.local
-    return sequence.like(local, sequence.dim_held - sum(one < sequence.dim_held for one in gone))
+    local = sequence.local
+    if gone:
+        local = local.squeeze(gone)
+    before = [one for one in gone if one < sequence.dim_held]
+    return sequence.like(local, sequence.dim_held - len(before))
 
 
 @rule("expand", "expand_as", "broadcast_to")
