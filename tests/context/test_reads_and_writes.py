@@ -117,6 +117,9 @@ READS = {
     "changed by a hook": _changed_by_a_hook,
     "of a sequence": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), h, create_graph=True)[0].pow(2).sum(),
     "of a parameter": lambda h, w: torch.autograd.grad((h @ w).pow(3).sum(), [w], create_graph=True)[0].norm(),
+    "of what a generator yields": lambda h, w: torch.autograd.grad(
+        (h @ w).sum(), (each for each in [w]), create_graph=True
+    )[0].sum(),
     "with gradients given": lambda h, w: torch.autograd.grad(h @ w, h, h.detach() * 2, create_graph=True)[0].pow(2),
     "of a loss of converted scores": lambda h, w: torch.autograd.grad(
         F.cross_entropy((h @ w).to(h.dtype, copy=True).view(-1, D), torch.arange(B * T) % D), w, create_graph=True

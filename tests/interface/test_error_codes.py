@@ -109,7 +109,8 @@ _INSIDE = {
         smp_estimator.cloud.entry smp_estimator.timeline.profiles
         smp_estimator.timeline.files smp_launch.sagemaker.platform_files smp_launch.ranks.messages
         smp_runtime.checkpoint.files.archive_checksums smp_runtime.checkpoint.files.manifest
-        smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full.flat_groups smp_runtime.checkpoint.full_transaction
+        smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full.flat_groups smp_runtime.checkpoint.full.full_manifest
+        smp_runtime.checkpoint.full_transaction
         smp_runtime.checkpoint.memory.host_folder
         smp_runtime.checkpoint.memory.newest smp_runtime.comm.plain_data smp_version2.checkpoint.s3_filesystem""",
     "what PyTorch says on a machine with GPUs, word for word": """

@@ -14,6 +14,7 @@ def _run(case, steps=5):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
+    from smp_runtime.context import functions
 
     class Layer(nn.Module):
         def __init__(self):
@@ -146,11 +147,14 @@ def _run(case, steps=5):
         "in place without graph": unrecorded,
         "autograd.grad": adversarial,
         "grad of a result": of_result,
+        "grad of a result as context parallelism has it": of_result,
         "penalty": penalty,
         "eval inside": evaluating,
         "eval of children": evaluating_children,
     }
     body = bodies.get(case, plain)
+    if "context parallelism" in case:
+        functions.install()
 
     @smp.step
     def train(x, y):
@@ -204,6 +208,7 @@ SETTINGS = {"microbatches": 2, "default_partition": 0}
     [
         *("hooks", "retain_grad", "detach_", "requires_grad_", "in place without graph"),
         *("autograd.grad", "grad of a result", "eval inside", "eval of children"),
+        "grad of a result as context parallelism has it",
     ],
 )
 def test_equal_to_one_process(ranks, case):

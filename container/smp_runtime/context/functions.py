@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,6 +148,7 @@ def _with_slices(method: Callable[..., Any], change: Callable[..., Any]) -> Call
 def _differentiate(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Return gradients of one process where the graph has crossed the ranks of a context group."""
     __tracebackhide__ = True  # reports name the caller
+    outputs, inputs = (list(each) if isinstance(each, Iterator) else each for each in (outputs, inputs))
     results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     names = list(inputs) if isinstance(inputs, dict) else None
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs.values() if names else inputs)

@@ -91,8 +91,9 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if func in OF_ITS_PLACE and isinstance(args[0], LazyTensor):
             return args[0].in_graph(func, args[1:], kwargs)
-        if func in _GRADIENTS_OF:
-            return _gradients(func, args, kwargs)
+        # Context parallelism wraps one of them.
+        if (unwrapped := getattr(func, "__wrapped__", func)) in _GRADIENTS_OF:
+            return _gradients(func, args, kwargs, _GRADIENTS_OF[unwrapped])
         if func in _LIKE and isinstance(args[0], LazyTensor):
             like = args[0]
             return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
@@ -118,9 +119,12 @@ class _Elements(torch.autograd.Function):
         return gradient
 
 
-def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """Ask for gradients of lazy tensors themselves: they sum all uses, also those without elements."""
-    asked = _GRADIENTS_OF[func]
+def _gradients(func: Any, args: Any, kwargs: Any, asked: int) -> Any:
+    """Ask for gradients of lazy tensors themselves: they sum all uses, also those without elements.
+
+    Args:
+        asked: the position of the argument that lists the tensors to differentiate by.
+    """
     given = []
     for place, each in enumerate(args):
         given.append(tree_map(_newest_of if place == asked else plain_of, each))

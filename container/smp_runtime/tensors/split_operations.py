@@ -303,9 +303,7 @@ _CALLS: Mapping[Any, Callable[..., SplittableOperation | None]] = {
 _ATTENTION = taken_apart(F.multi_head_attention_forward)
 
 #: Calls that run a backward pass and that modes can take.
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-#: Functions taken besides operations that can be split.
-_TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
+_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class SplitOperations(TorchFunctionMode):
@@ -314,7 +312,9 @@ class SplitOperations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         make = _CALLS.get(func)
-        if make is None and func not in _TAKEN:
+        # Context parallelism wraps one of the backward passes.
+        is_backward = getattr(func, "__wrapped__", func) in _BACKWARD
+        if make is None and not is_backward and func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         if make is not None and torch.is_grad_enabled():
             # In a recomputation another stage's tensor is there already; both passes must save the same tensors.
@@ -325,7 +325,7 @@ class SplitOperations(TorchFunctionMode):
         if func is F.multi_head_attention_forward and torch.is_grad_enabled() and _are_plain(args, kwargs):
             with self:
                 return _ATTENTION(*args, **kwargs)
-        edges = _edges(func, args, kwargs) if func in _BACKWARD else None
+        edges = _edges(func, args, kwargs) if is_backward else None
         if edges is None:
             return func(*args, **kwargs)
         # Checkpointed regions run again inside, as they did in the forward pass; calls with tensors would come back here.
