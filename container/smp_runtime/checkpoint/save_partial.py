@@ -11,7 +11,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Container
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+from smp_runtime.tensors.host_memory.worker_threads import WorkerThreads
 
 logger = logging.getLogger("smp")
 
@@ -149,8 +150,8 @@ class _Save:
             self.report.files |= {name: write(name) for name in jobs}
             return
         # Hashing and writing release Python's lock, and the disk is not idle between two files.
-        with ThreadPoolExecutor(min(len(jobs), WRITERS), "smp-writing") as writers:
-            self.report.files |= dict(zip(jobs, writers.map(write, jobs), strict=True))
+        with WorkerThreads(min(len(jobs), WRITERS), "smp-writing") as writers:
+            self.report.files |= dict(zip(jobs, writers.map(write, list(jobs)), strict=True))
 
 
 class Saver:

@@ -15,10 +15,10 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
+from smp_runtime.tensors.host_memory.worker_threads import WorkerThreads
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -139,8 +139,8 @@ def together(look: Callable[[Item], Found], items: Sequence[Item]) -> list[Found
     """Return what a function finds of each file, in their order; several are read at once."""
     if len(items) < 2:
         return [look(each) for each in items]
-    with ThreadPoolExecutor(min(len(items), READERS), "smp-checksums") as readers:
-        return list(readers.map(look, items))
+    with WorkerThreads(min(len(items), READERS), "smp-checksums") as readers:
+        return readers.map(look, items)
 
 
 def checksums_of(files: Sequence[tuple[BinaryIO, str]]) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from smp_runtime.tensors.host_memory.pinned_memory import PinnedRanges, map_memory
+from smp_runtime.tensors.host_memory.worker_threads import WorkerThreads
 
 #: Bytes that are pinned or copied as one. CUDA blocks other calls while it pins, here for some milliseconds.
 WINDOW = 2**24
@@ -89,8 +91,10 @@ class StagingMemory:
         """Start to pin the memory on a thread, once."""
         if self._thread is None and self._ranges is not None and not self._ends.is_set():
             # Pinning takes seconds for gigabytes, and nothing needs it before the next save.
-            self._thread = threading.Thread(target=self._pin, name="smp-pinning", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._pin, name="smp-pinning", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none starts while the interpreter ends, and then no save comes
+                thread.start()
+                self._thread = thread
 
     def wait_until_pinned(self, seconds: float) -> bool:
         """Wait for the thread of :meth:`pin_later`, and return whether all memory is pinned."""
@@ -129,7 +133,7 @@ class StagingMemory:
             return
         under_way: list[Future[None] | None] = [None] * count
         # Threads begin on device 0: waiting for an event there would create a context on it.
-        with ThreadPoolExecutor(count, "smp-staging", torch.cuda.set_device, (self._device,)) as threads:
+        with WorkerThreads(count, "smp-staging", lambda: torch.cuda.set_device(self._device)) as threads:
             for number, parts in enumerate(windows):
                 index = number % count
                 if (former := under_way[index]) is not None:
