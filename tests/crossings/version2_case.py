@@ -296,8 +296,10 @@ def _fit_sharding(case: Version2Case) -> dict[str, Any]:
         values["optimizer"] = "momentum" if case.precision in ("autocast", "bf16") else "adamw"
     if case.shards_by == "function":
         values |= {"strategy": "script", "joined": False, "delayed": "none"}
-        if case.precision == "bf16" and case.net in ("averaging", "buffered"):  # it leaves buffers in float32
-            values["precision"] = "autocast"
+    # PyTorch leaves buffers in float32, and the blocks behind one refuse what has become float32 by it.
+    keeps_buffers = case.net == "buffered" or (case.shards_by == "function" and case.net == "averaging")
+    if case.precision == "bf16" and keeps_buffers:
+        values["precision"] = "autocast"
     if any(shard < 2 for _, shard, _, _ in case.degrees) and "HYBRID" in case.strategy:
         values["strategy"] = "script"
     # One flat parameter has one rate, and one answer to whether it trains.
