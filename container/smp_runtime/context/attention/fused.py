@@ -76,10 +76,9 @@ def forward(
     """Return the result and the log-sum-exp, ``[batch, heads, rows]``; rows that attend to nothing have any value."""
     causal, scale = operator.causal, operator.scale
     if q.device.type == "cpu":
-        out, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return out, logsumexp
+        wide, wide_bias = map(_widened, (q, k, v)), None if bias is None else _widened(bias)
+        found = _aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, attn_mask=wide_bias, scale=scale)
+        return found[0], found[1]
     rows, width = q.shape[2], q.shape[3]
     if operator.kind == _FLASH:
         padded = (_padded(each) for each in (q, k, v))
@@ -110,8 +109,9 @@ def backward(
     q, k, v = inputs
     causal, scale = operator.causal, operator.scale
     if q.device.type == "cpu":
+        wide, wide_bias = map(_widened, (gradient, q, k, v, out)), None if bias is None else _widened(bias)
         found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale
+            *wide, logsumexp, 0.0, causal, attn_mask=wide_bias, scale=scale
         )
         return found[0], found[1], found[2]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout
@@ -139,6 +139,15 @@ def backward(
             gradient, q, wide_k, wide_v, out, stats, no_seed, no_seed, bias, *sizes, 0.0, causal, scale=scale
         )
     return found[0], _gathered(found[1], k.shape[1]), _gathered(found[2], k.shape[1])
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers of 16 bits as float32.
+
+    The operator for the CPU rounds its results to the type of its inputs. Results over parts of the keys would be rounded before
+    they merge, and gradients of queries would have up to five times the error of one process.
+    """
+    return tensor.float() if tensor.element_size() == 2 else tensor
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
