@@ -1,4 +1,4 @@
-"""What a microbatch costs beside its computing: messages of each kind, processor time, and switches of threads.
+"""Measure the overhead of a microbatch in a pipeline: messages by kind, processor time, and thread switches.
 
     python benchmarks/pipeline_messages.py                     # all cases
     python benchmarks/pipeline_messages.py --case gpt2 --set step_program=true

@@ -186,7 +186,7 @@ class Job:
         while not is_so(found := self.ledgers()):
             if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
                 raise TimeoutError(self._last_words())
-            time.sleep(0.01)
+            time.sleep(0.01)  # polling: ledgers are files, which send no event
         return found
 
     def end(self, step: int) -> None:
@@ -210,7 +210,7 @@ def _kill(job: Job, chance: random.Random) -> Kill:
     begun = [len(lines) for lines in job.ledgers()]
     steps = chance.randint(2, _BETWEEN)
     job.wait_for(lambda found: all(len(lines) >= n + steps for lines, n in zip(found, begun, strict=True)))
-    time.sleep(chance.uniform(0.0, _WITHIN))
+    time.sleep(chance.uniform(0.0, _WITHIN))  # so that the rank dies at any point of a step
     rank = chance.randrange(job.system.ranks)
     before = job.ledgers()
     victim = before[rank][-1].pid

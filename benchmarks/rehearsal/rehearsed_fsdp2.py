@@ -42,7 +42,7 @@ _KEPT = {_PRODUCT, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 
 
 class Norm(nn.Module):
-    """A root mean square norm in fp32."""
+    """Root mean square norm, computed in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of a Llama."""
+    """Llama decoder layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ _slept = 0.0
 def _sleep(seconds: float) -> None:
     global _slept
     began = time.perf_counter()
-    time.sleep(seconds)
+    time.sleep(seconds)  # stands for computing that needs no processor
     _slept += time.perf_counter() - began
 
 

@@ -6,51 +6,15 @@ import pickle
 from collections import Counter
 
 import pytest
-from support.training.pipeline_training import summing_step
-
-
-def _counted(steps):
-    """Messages by kind that this rank sends in the last of several equal steps."""
-    import torch
-    from torch import nn
-
-    import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.transport.messages import from_plain
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(smp.pp_size()))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    net = Net()
-    for stage, layer in enumerate(net.layers):
-        smp.set_partition(layer, stage)
-    model = smp.DistributedModel(net)
-    train = summing_step(model)
-    for _ in range(steps - 1):
-        train(torch.ones(4, 4))
-    transport, counts = model.pipeline.transport, []
-    send = transport.send
-
-    def counting(stage, head, *args, **kwargs):
-        _, message, _ = head
-        counts.append(type(message and from_plain(message)).__name__)
-        send(stage, head, *args, **kwargs)
-
-    transport.send = counting
-    train(torch.ones(4, 4))
-    return counts
+from support.training.pipeline_training import messages_of_a_known_step
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_known_step_asks_for_nothing(ranks, stages):
     settings = {"partitions": stages, "microbatches": 4, "auto_partition": False, "default_partition": 0}
-    counts = sum((Counter(each) for each in ranks(_counted, stages, 8, config=settings, timeout=120)), Counter())
+    counts = sum(
+        (Counter(each) for each in ranks(messages_of_a_known_step, stages, 8, config=settings, timeout=120)), Counter()
+    )
     counts.pop("NoneType", None)  # brings only news, which otherwise go with other messages
     once, each_microbatch = stages - 1, 4 * (stages - 1)
     # A value goes from each stage to the next one and home from the last, and so do the gradients.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training.pipeline_training import summing_step
+from support.training.pipeline_training import messages_of_a_known_step
 from torch import nn
 
 from smp_runtime.pipeline.program.call_groups import PostedCall, make_program
@@ -308,35 +308,13 @@ def test_dropout_checkpointing_and_memory_are_the_same(ranks, schedule):
         assert max(now[2:]) <= 32, (most, now)
 
 
-def _counted(steps: int, layers: int) -> list[str]:
-    """Messages by kind that this rank sends in the last of several equal steps."""
-    import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.transport.messages import from_plain
-
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers * smp.pp_size())))
-    for number, layer in enumerate(net):
-        smp.set_partition(layer, number // layers)
-    model = smp.DistributedModel(net)
-    train = summing_step(model)
-    for _ in range(steps - 1):
-        train(torch.ones(4, 4))
-    transport, counts = model.pipeline.transport, []
-    send = transport.send
-
-    def counting(stage, head, *args, **kwargs):
-        counts.append(type(head[1] and from_plain(head[1])).__name__)
-        send(stage, head, *args, **kwargs)
-
-    transport.send = counting
-    train(torch.ones(4, 4))
-    return counts
-
-
 @pytest.mark.parametrize(("stages", "layers", "others"), [(2, 1, 0), (4, 1, 0), (2, 3, 0), (2, 6, 2)])
 def test_stages_send_only_tensors(ranks, stages, layers, others):
     settings = {"partitions": stages, "microbatches": 4, "auto_partition": False, "default_partition": 0}
     settings["step_program"] = True
-    counts = sum((Counter(each) for each in ranks(_counted, stages, 8, layers, config=settings)), Counter())
+    counts = sum(
+        (Counter(each) for each in ranks(messages_of_a_known_step, stages, 8, layers, config=settings)), Counter()
+    )
     # Only the news that a stage has done all of a microbatch.
     assert counts.pop("NoneType", 0) <= 4 * (stages - 1) + 4
     # A tensor goes from each stage to the next one and home from the last, and so does its gradient. Of more than four calls

@@ -16,7 +16,7 @@ lock = threading.RLock()
 @contextlib.contextmanager
 def from_state(state: torch.Tensor) -> Iterator[None]:
     """Draw from the default generator as if it were in another state."""
-    # The generator belongs to all threads, of which one runs the work of streams.
+    # All threads share the generator, and one of them runs the work of streams.
     with lock:
         before = torch.default_generator.get_state()
         torch.default_generator.set_state(state)

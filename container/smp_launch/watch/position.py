@@ -160,7 +160,7 @@ def _is_in_script(thread: Thread) -> bool:
 
 def _standing(thread: Thread, wait: Waiting | None) -> tuple[Standing, str]:
     frame = _significant(thread)
-    # A thread of which only Python's own frames are known counts as the script's.
+    # If only Python's own frames of a thread are known, it counts as the script's.
     if frame is None or _is_in_script(thread):
         return Standing.SCRIPT, _doing(thread)
     if wait is not None or not is_ours(frame.file):

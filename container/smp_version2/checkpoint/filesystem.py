@@ -78,7 +78,7 @@ class LocalFileSystem(FileSystem):
 
 
 class _HashedFile:
-    """A file that is written from its beginning to its end and hashed meanwhile; all else is the file's own."""
+    """File that is written once, sequentially, and hashed meanwhile; all else is the file's own."""
 
     def __init__(self, file: Any, records: Records) -> None:
         self._file = file

@@ -32,6 +32,31 @@ def summing_step(model: Any) -> Any:
     return training_step(model, lambda model, x: model(x).sum())
 
 
+def messages_of_a_known_step(steps: int, layers: int = 1) -> list[str]:
+    """Return the kinds of messages that this rank sends in the last of several equal steps; each stage has ``layers`` layers."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.pipeline.transport.messages import from_plain
+
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers * smp.pp_size())))
+    for number, layer in enumerate(net):
+        smp.set_partition(layer, number // layers)
+    model = smp.DistributedModel(net)
+    train = summing_step(model)
+    for _ in range(steps - 1):
+        train(torch.ones(4, 4))
+    transport, kinds = model.pipeline.transport, list[str]()
+    send = transport.send
+
+    def note(stage: int, head: Any, *args: Any, **kwargs: Any) -> None:
+        _, message, _ = head
+        kinds.append(type(message and from_plain(message)).__name__)
+        send(stage, head, *args, **kwargs)
+
+    transport.send = note
+    train(torch.ones(4, 4))
+    return kinds
+
+
 @functools.cache
 def alone(
     name: str, *, steps: int, batch: int, dtype: torch.dtype = torch.float32, evaluates: bool = False, **parts: int

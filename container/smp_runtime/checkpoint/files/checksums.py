@@ -38,7 +38,7 @@ _FORM = re.compile(r"xxh3_128:[0-9a-f]{32}|(?:sha256|crc32):[0-9a-f]{64}")
 
 
 class Digest(Protocol):
-    """A hash that is updated chunk by chunk."""
+    """Hash that takes its input in chunks."""
 
     def update(self, data: Any, /) -> object:
         """Add bytes."""
@@ -83,7 +83,7 @@ def can_compare(checksum: str) -> bool:
 
 
 class WrittenFile:
-    """A file that is written from its beginning to its end.
+    """File that is written once, sequentially, and hashed meanwhile.
 
     Args:
         digest: takes all that is written, or None.
