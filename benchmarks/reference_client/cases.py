@@ -109,8 +109,11 @@ def list_cases() -> list[Case]:
         cases.append(Case(model, "shard 2", {"delayed_param": 1}, ({"delayed_param": 1}, "1 x 2 copies")))
     cases.append(Case("llama", "shard 2 x tp 2", {"delayed_param": 1}, ({"delayed_param": 1}, "1 x 2 copies")))
     bf16 = {"bf16": 1}
-    for topology in ("shard 2", "tp 2", "shard 2 x tp 2"):
-        cases.append(Case("llama", topology, bf16, (bf16, REFERENCES[topology]), tolerance=2e-2))
+    half = [("llama", topology) for topology in ("shard 2", "tp 2", "shard 2 x tp 2", "cp 2")]
+    half += [(model, "shard 2 x tp 2") for model in ("mistral", "gpt_neox", "mixtral")]
+    half += [("mixtral with MoEConfig", topology) for topology in ("shard 2", "ep 2")]
+    for model, topology in half:
+        cases.append(Case(model, topology, bf16, (bf16, REFERENCES[topology]), tolerance=2e-2))
     cases.append(_against_degree_1("llama", "shard 2", {"activation_checkpointing": 1}))
     cases.append(_against_degree_1("mistral", "shard 2 x tp 2", {"activation_checkpointing": 1}))
     for kind in ("sharded", "local", "async_sharded"):
