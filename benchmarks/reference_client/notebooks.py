@@ -157,7 +157,11 @@ def train(folder: Path, name: str, out: Path) -> int:
         names |= {"checkpoint_s3_uri": f"file://{out / 'checkpoints'}", "s3_output_bucket": f"file://{out / 'output'}"}
         names["data_channels"] = {"train": local, "test": local}
 
-    (notebook,) = folder.glob(f"*/{name}.ipynb")
+    notebook = next(iter(folder.glob(f"*/{name}.ipynb")), None)
+    if notebook is None:
+        raise SystemExit(
+            f"{folder} has no notebook {name}: check out the whole folder of version 2, not only its scripts"
+        )
     os.chdir(notebook.parent)
     with stand_ins(WithClient):
         run_cells(notebook, shrink)
