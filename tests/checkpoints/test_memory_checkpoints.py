@@ -196,7 +196,7 @@ def _replace(module, name, value):
         ("nothing", True),
         ("a step", True),
         ("other settings", True),
-        ("a weight elsewhere", False),
+        ("a weight elsewhere", True),  # its value is taken, and it lies where it was
         ("a weight that is frozen", False),
         ("another buffer", False),
         ("another module", False),
@@ -242,6 +242,38 @@ def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_chan
         assert same_content == content
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def _written_between_copies():
+    """Copies, the last ones after a script's writes; how often the first ones filled a unit, and the state at the end."""
+    from support.training.checkpoint_training import Training, held
+
+    from smp_runtime.sharding.flat_unit import ShardedUnit
+
+    run, fills, original = Training(), [], ShardedUnit.fill_from_shard
+    ShardedUnit.fill_from_shard = lambda unit: (fills.append(unit), original(unit))[1]
+    try:
+        for step in range(3):
+            run.train(step, step + 1)
+            assert run.smp.memory_checkpoint(run.model, run.optimizer, {"step": step + 1})
+    finally:
+        ShardedUnit.fill_from_shard = original
+    for factor in (2.0, 3.0):
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.data.mul_(factor)
+        assert run.smp.memory_checkpoint(run.model, run.optimizer, {"step": 3, "scheduler": run.scheduler.state_dict()})
+    return len(fills), held(run)
+
+
+@pytest.mark.parametrize("name", ["s2", "o2"])
+def test_a_copy_reads_no_sharded_parameter_and_has_what_the_script_has_written(ranks, folder, name):
+    world, config = TOPOLOGIES[name]
+    before = ranks(_written_between_copies, world, config=config, env=told(folder))
+    after = ranks(go_on, world, f"{folder}/no-files", 4, config=config, env=told(folder, 1))
+    for (fills, kept), (_, _, loaded, _, _) in zip(before, after, strict=True):
+        assert fills == 0  # which would also warn that the script reads values
+        assert all(torch.equal(a, b) for a, b in zip(kept, loaded, strict=True))
 
 
 def test_what_is_known_of_a_model_does_not_keep_it_alive(solo, folder, monkeypatch):

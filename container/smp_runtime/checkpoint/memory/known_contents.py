@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from smp_runtime.checkpoint.saving.save_plan import SavePlan, WriteShare, contents_of
 from smp_runtime.microbatch_state.remote_stubs import RemoteStub
+from smp_runtime.parameters.pending_gather import PendingParameter, wait_for
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -41,6 +42,7 @@ class KnownContents:
 
         It has live tensors, and settings as they are when it is built.
         """
+        model.adopt_writes()  # into the shards, which are copied, and which nothing else looks at before the next step
         known: KnownContents | None = vars(model).get(_ATTRIBUTE)
         if known is None or not known.still_holds(model, optimizer):
             known = cls(session, model, optimizer, share)
@@ -90,10 +92,12 @@ def _marks(model: DistributedModel, optimizer: DistributedOptimizer | None) -> t
     return objects, places
 
 
-def _tensor_places(objects: list[object]) -> Iterator[Any]:
-    for tensor in objects:
-        # Of parameters of other stages nothing is copied, and to ask them takes long.
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, RemoteStub):
-            yield tensor.data_ptr()
-            yield tensor.shape
-            yield tensor.requires_grad
+def _tensor_places(objects: list[object]) -> list[object]:
+    # Of parameters of other stages nothing is copied, and to ask them takes long.
+    tensors = [each for each in objects if isinstance(each, torch.Tensor) and not isinstance(each, RemoteStub)]
+    for tensor in tensors:
+        if isinstance(tensor, PendingParameter):
+            wait_for(tensor)  # its elements are copied next, by a tensor that does not wait
+    # A sharded parameter, asked itself, would fill its unit's whole memory, and warn that a script reads it.
+    with DisableTorchFunctionSubclass():
+        return [mark for each in tensors for mark in (each.data_ptr(), each.shape, each.requires_grad)]
