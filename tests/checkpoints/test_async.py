@@ -353,6 +353,36 @@ def test_a_folder_that_other_hosts_share_than_at_the_first_save_is_refused_once(
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != LOCK) == ["0_partial", "2_partial", "newest"]
 
 
+def test_a_layout_that_is_set_after_the_first_save_holds_from_the_next_but_one(ranks, tmp_path):
+    def run(path):
+        import os
+        from unittest import mock
+
+        from support.training.checkpoint_training import Training
+
+        run, told = Training(), []
+        run.train(0, 1)
+        run.save(path, "0", 1, async_save=True)
+        layout = {"SMP_CHECKPOINT_LAYOUT": "flat_groups"} if run.smp.rank() == 0 else {}
+        with (
+            mock.patch.dict(os.environ, layout),
+            mock.patch.object(saving.logger, "warning", lambda *of: told.append(of)),
+        ):
+            for tag in ("1", "2", "3"):
+                run.save(path, tag, 1, async_save=True)
+        run.smp.wait_for_checkpoint()
+        assert run.resume(path, "2") == 1
+        return [str(of[1]) for of in told]
+
+    world, config = TOPOLOGIES["s2"]
+    warned = ranks(run, world, str(tmp_path), config=config)
+    assert warned == [[str(tmp_path / "1_partial")], []]
+    for tag, is_flat in {"0": False, "1": False, "2": True, "3": True}.items():
+        for rank in range(world):
+            file = tmp_path / f"{tag}_partial" / f"optimizer_{rank}.pt"
+            assert ("fp32_flat_groups" in torch.load(file, weights_only=True)) == is_flat
+
+
 def test_a_state_that_is_replaced_meanwhile_is_that_of_the_call(solo, tmp_path, monkeypatch):
     solo({})
     run = Training()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_config.limits import wants_flat_groups
+from smp_config.limits import LAYOUT_VARIABLE, wants_flat_groups
 from smp_runtime.checkpoint.files.atomic_file import write_recorded
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, USER_CONTENT, FileRecord
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
@@ -82,6 +82,8 @@ class _Save:
         problem: why this rank cannot take part.
         assumed: what the plan was made for, if the transaction begins on the thread; else None.
         flat: as in :class:`_KnownFolder`.
+        asks_for_other: whether this rank, the first, wants another layout than the plan has; None where there is but one.
+        has_other_layout: the same on all ranks, which they know once the save has begun.
         first: what ranks do together before any of them writes.
         jobs: what makes the content of each of this rank's files.
         texts: files that a host has once.
@@ -94,6 +96,8 @@ class _Save:
     problem: str | None = None
     assumed: _KnownFolder | None = None
     flat: bool = False
+    asks_for_other: bool | None = None
+    has_other_layout: bool = False
     report: Report = field(default_factory=Report)
     first: Callable[[], None] | None = None
     jobs: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -115,6 +119,8 @@ class _Save:
             self.transaction.abandon()
             why = "its folder was shared by all hosts and is not any more, or the other way round: save again"
             raise not_saved(self.transaction.final, [(0, host_name(), why)])
+        if self.asks_for_other is not None:
+            self.has_other_layout = exchange.broadcast(self.asks_for_other)
 
     def complete(self, exchange: Exchange) -> None:
         """Write this rank's files, and commit with all ranks."""
@@ -244,6 +250,8 @@ class Saver:
         # Then nothing here waits for other ranks: even an error is told to them behind their backs.
         save.assumed = self._agreed.get(final.parent) if exchange is not None else None
         agreed = save.assumed or self._agree(save, flat)
+        if save.assumed is not None:
+            self._compare_layout(save, save.assumed, flat)
         snapshot = TensorSnapshot() if exchange is not None else None
         if save.assumed is None or problem is None:
             self._plan(save, agreed, snapshot, model, optimizer, moment)
@@ -266,6 +274,20 @@ class Saver:
         if save.assumed is not None and problem is not None:
             self.wait()
 
+    def _compare_layout(self, save: _Save, assumed: _KnownFolder, flat: bool) -> None:
+        """Let the thread tell all ranks whether rank 0 wants another layout than they have agreed on: the next save has it."""
+        ranks = self._session.ranks
+        if not self._may_be_flat:
+            return
+        save.asks_for_other = ranks.rank == 0 and save.problem is None and flat != assumed.flat
+        if save.asks_for_other:
+            logger.warning(
+                "%s has the former layout: %s was changed after the first save into its folder, and an asynchronous save does not "
+                "ask all ranks; the next save has the new one",
+                save.transaction.final,
+                LAYOUT_VARIABLE,
+            )
+
     def _former_problem(self) -> str | None:
         """Wait for the save before, and return why it failed; raise if it has not ended, since it still uses the connection."""
         try:
@@ -276,13 +298,17 @@ class Saver:
             return f"the checkpoint before this one was not saved: {error}"
         return None
 
+    @property
+    def _may_be_flat(self) -> bool:
+        return self._session.ranks.cfg.sharded_data_parallel_degree > 1
+
     def _agree(self, save: _Save, flat: bool) -> _KnownFolder:
         """Begin a save with all ranks, and keep what they agree on; ``flat`` is what rank 0 wants."""
         session = self._session
         exchange = ControlExchange(session.ranks.control)
         save.begin(exchange)
         # Of rank 0, since the ranks exchange parts for it.
-        flat = session.ranks.cfg.sharded_data_parallel_degree > 1 and exchange.broadcast(flat)
+        flat = self._may_be_flat and exchange.broadcast(flat)
         agreed = self._agreed[save.transaction.final.parent] = _KnownFolder(save.transaction.hosts, flat)
         return agreed
 
@@ -322,10 +348,10 @@ class Saver:
         try:
             save.complete(exchange)
         except Exception as error:
-            if save.is_elsewhere:  # for all ranks alike: the next save asks again
-                self._agreed.pop(save.transaction.final.parent, None)
             logger.error("%s", error)
             self._error = error
+        if save.is_elsewhere or save.has_other_layout:  # for all ranks alike: the next save asks again
+            self._agreed.pop(save.transaction.final.parent, None)
 
     def _plan(
         self,
