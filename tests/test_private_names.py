@@ -1,4 +1,4 @@
-"""Private names of PyTorch are used in one module, which has a fallback or an error for each."""
+"""Private names of PyTorch are used in one package, which has a fallback or an error for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 from support.import_graph import PACKAGES, ROOT, files_of, nodes
 
-PRIVATE_NAMES = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
+PRIVATE_NAMES = PACKAGES["smp_runtime"] / "tensors" / "torch_private"
 #: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
 OF_OTHERS = {"_getframe", "_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
 
@@ -43,7 +43,7 @@ def _definitions(nodes):
             yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
 
 
-def test_private_names_of_pytorch_are_used_in_one_module():
+def test_private_names_of_pytorch_are_used_in_one_package():
     import torch
 
     from smp_runtime.tensors.torch_private import IN_PLACE
@@ -51,7 +51,8 @@ def test_private_names_of_pytorch_are_used_in_one_module():
     # The emulation takes the place of PyTorch's calls, private ones too.
     packages = PACKAGES.keys() - {"smp_emulation"}
     files = {path: nodes(path) for package in sorted(packages) for path in files_of(package)}
-    behind = {name for _, name, _ in _uses_of_private_names(files.pop(PRIVATE_NAMES))}
+    inside = [path for path in files if path.parent == PRIVATE_NAMES]
+    behind = {name for path in inside for _, name, _ in _uses_of_private_names(files.pop(path))}
     own = {name for content in files.values() for _, name in _definitions(content)}
     in_place = {name for names in IN_PLACE.values() for name in names}
     # What a class may override, and what is reached by its name.

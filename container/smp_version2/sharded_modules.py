@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import lacking_gradients
 from smp_version2 import whole_state
 from smp_version2.checkpoint.local_shards import accept_joined
 from smp_version2.moe import shards
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from smp_config.version2.parameters import Version2Parameters
     from smp_runtime.job.ranks import Ranks
 
-#: Of the parameter that FSDP joins a unit's in: which of them have no gradient, and the unit's own.
-_MARKS, _PARAMETERS = "_is_grad_none_mask", "_params"
 #: Numbers the meshes of this process.
 _numbers = itertools.count()
 
@@ -178,9 +177,8 @@ def _keep_gradients(unit: nn.Module, _: Any) -> None:
     FSDP marks those as parameters without a gradient, and takes the mark back at passes that average alone. While others of the
     unit have one, such as zeros, it would drop what the passes before this one have computed.
     """
-    joined = getattr(getattr(unit, "_handle", None), "flat_param", None)
-    marks: list[bool] = getattr(joined, _MARKS, None) or []
-    for place, parameter in enumerate(getattr(joined, _PARAMETERS, None) or () if any(marks) else ()):
+    marks, parameters = lacking_gradients(unit)
+    for place, parameter in enumerate(parameters if any(marks) else ()):
         marks[place] = marks[place] and parameter.grad is None
 
 

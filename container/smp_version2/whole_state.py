@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+from smp_runtime.tensors.torch_private import name_without_wrappers
 from smp_version2.moe.experts import find_experts
 from smp_version2.split_parameters import find_slices
 from smp_version2.state import state
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 _LEFT_SPLIT = "_smp_left_split"
 #: The function behind all functions of FSDP that gather an optimizer's state.
 _GATHER = "_optim_state_dict_impl"
-#: What wrappers of modules add to names.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def install(device: torch.device) -> Callable[[], None]:
@@ -120,18 +119,12 @@ def _find_slices(unit: nn.Module) -> dict[str, TensorSlice]:
     }
     split = find_slices(unit)
     return {
-        _clean(f"{path}.{name}"): split[parameter]
+        name_without_wrappers(f"{path}.{name}"): split[parameter]
         for path, module in unit.named_modules()
         if id(module) not in nested
         for name, parameter in module.named_parameters(recurse=False)
         if parameter in split
     }
-
-
-def _clean(name: str) -> str:
-    for word in _WRAPPERS:
-        name = name.replace(word, "")
-    return name
 
 
 def _put_whole(

@@ -1,6 +1,6 @@
 """The canary of private names of PyTorch that the runtime uses where they stand, as every subclass of a module does.
 
-They are listed in ``IN_PLACE`` of ``smp_runtime/tensors/torch_private.py``.
+They are listed in ``IN_PLACE`` of ``smp_runtime/tensors/torch_private``.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _(_):
     assert total is norm  # what is written there is what the caller gets
 
 
-@of(*(f"torch.ops.aten.{name}" for name in ("_fused_sdp_choice", *door._ATTENTION)))
+@of(*(f"torch.ops.aten.{name}" for name in ("_fused_sdp_choice", *door.in_place._ATTENTION)))
 def _(request):
     name = request.node.callspec.params["name"].rpartition(".")[2]
     found = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]

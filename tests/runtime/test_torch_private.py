@@ -1,6 +1,6 @@
 """The canary: every private name of PyTorch that the runtime uses is there and does what it is used for.
 
-What fails here after an update of PyTorch names the release, and what ``smp_runtime/tensors/torch_private.py`` has to do
+What fails here after an update of PyTorch names the release, and what ``smp_runtime/tensors/torch_private`` has to do
 in another way.
 """
 

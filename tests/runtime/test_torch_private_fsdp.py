@@ -41,8 +41,53 @@ def _(_):
     assert seen == [((1,), {"cache": 2})] * 2
 
 
+@of("name_without_wrappers")
+def _(_):
+    inner = door.activation_wrappers().checkpoint_wrapper(nn.Linear(2, 2))
+    paths = [path for path, _ in nn.ModuleDict({"layer": inner}).named_modules()]
+    assert door.name_without_wrappers(f"{paths[-1]}.weight") == "layer.weight"
+    compiled = torch.compile(nn.ModuleDict({"layer": nn.Linear(2, 2)}))
+    names = [door.name_without_wrappers(name) for name, _ in compiled.named_parameters()]
+    assert names == ["layer.weight", "layer.bias"]
+
+
+@pytest.fixture
+def unit():
+    """A unit of FSDP that one rank has whole."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        unit = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
+        assert unit.sharding_strategy is ShardingStrategy.NO_SHARD
+        yield unit
+    finally:
+        dist.destroy_process_group()
+
+
+@of("lacking_gradients")
+def _(request):
+    unit = request.getfixturevalue("unit")
+    marks, parameters = door.lacking_gradients(unit)
+    assert marks == [False, False]
+    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in unit.parameters()]
+    marks[1] = True
+    assert door.lacking_gradients(unit)[0] == [False, True]  # FSDP's own list
+    assert door.lacking_gradients(nn.Linear(2, 2)) == ([], ())
+
+
+@of("keeps_parameters", "JOINED_PARAMETER")
+def _(request):
+    from torch.distributed.fsdp import _state_dict_utils as names
+
+    assert door.keeps_parameters(request.getfixturevalue("unit"))
+    assert f"{names.FSDP_PREFIX}{names.FLAT_PARAM}" == door.JOINED_PARAMETER
+    assert door.name_without_wrappers(f"{names.FSDP_PREFIX}weight") == "weight"
+
+
 @pytest.mark.parametrize("name", CANARIES.checks)
-def test_what_pytorch_keeps_private_of_wrappers_does_what_it_is_used_for(name, request):
+def test_what_pytorch_keeps_private_of_fsdp_and_wrappers_does_what_it_is_used_for(name, request):
     CANARIES.run(name, request)
 
 
@@ -140,33 +185,3 @@ def test_plans_of_checkpoints_have_the_fields_that_version_2_changes():
         FileSystem: ("create_stream", "concat_path", "rename", "mkdir", "exists", "rm_file"),
     }.items():
         assert [name for name in names if not hasattr(kind, name)] == []
-
-
-def test_names_in_wrapped_modules_are_those_that_version_2_takes_away():
-    """Full and local state dicts have the names of the model, whatever wraps its modules."""
-    from smp_version2.checkpoint import local_shards
-
-    inner = door.activation_wrappers().checkpoint_wrapper(nn.Linear(2, 2))
-    paths = [path for path, _ in nn.ModuleDict({"layer": inner}).named_modules()]
-    assert local_shards._WRAPPERS.sub("", f"{paths[-1]}.weight") == "layer.weight"
-
-
-def test_what_fsdp_keeps_of_parameters_is_what_version_2_reads():
-    """Marks of missing gradients, and the key of local state that it writes and does not take back."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-    from smp_version2 import sharded_modules
-    from smp_version2.checkpoint import local_shards
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        unit = FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
-        assert unit.sharding_strategy is ShardingStrategy.NO_SHARD
-        joined = unit._handle.flat_param
-        assert getattr(joined, sharded_modules._MARKS) == [False, False]
-        own = getattr(joined, sharded_modules._PARAMETERS)
-        assert [id(parameter) for parameter in own] == [id(parameter) for parameter in unit.parameters()]
-        assert getattr(unit, local_shards._KEEPS_PARAMETERS) is True
-    finally:
-        dist.destroy_process_group()

@@ -43,7 +43,7 @@ class Canaries:
         except Exception as error:
             where = f"IN_PLACE ({name})" if name.startswith("torch.") else name
             pytest.fail(
-                f"PyTorch {torch.__version__} broke `{where}` of smp_runtime/tensors/torch_private.py: "
+                f"PyTorch {torch.__version__} broke `{where}` of smp_runtime/tensors/torch_private: "
                 f"{type(error).__name__}: {error}"
             )
 

@@ -205,7 +205,7 @@ def install() -> None:
         return
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
     torch.autograd.grad = functools.wraps(_original_grad)(_differentiate)
-    frame: Any = torch.utils.checkpoint._CheckpointFrame  # noqa: SLF001 - listed in torch_private.py
+    frame: Any = torch.utils.checkpoint._CheckpointFrame  # noqa: SLF001 - listed in torch_private
     if hasattr(frame, "save_inputs"):
         frame.save_inputs = _with_slices(frame.save_inputs, _save_inputs)
         frame.get_inputs = _with_slices(frame.get_inputs, _get_inputs)

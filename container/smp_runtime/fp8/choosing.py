@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,10 @@ import torch
 from torch import nn
 
 from smp_runtime.fp8 import current
+from smp_runtime.tensors.torch_private import name_without_wrappers
 
 #: Both sides of a weight are multiples of it: the products of GPUs in 8 bits need that.
 MULTIPLE = 16
-
-#: Names that wrappers add to the paths of modules.
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {}
 _lock = threading.Lock()
@@ -39,7 +36,7 @@ def find_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         weight = module._parameters["weight"]
         if uses[id(weight)] == 1:
-            yield _WRAPPERS.sub("", name + ".").rstrip("."), module
+            yield name_without_wrappers(name + ".").rstrip("."), module
 
 
 def _find_head(model: nn.Module) -> nn.Module | None:

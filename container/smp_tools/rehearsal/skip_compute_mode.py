@@ -114,7 +114,7 @@ _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
 #: Operations that read shapes and types of tensors only. The meta device's kernel has no fused attention, and answers that.
-_OF_SHAPES = {torch.ops.aten._fused_sdp_choice.default}  # noqa: SLF001 - listed in torch_private.py
+_OF_SHAPES = {torch.ops.aten._fused_sdp_choice.default}  # noqa: SLF001 - listed in torch_private
 
 
 class SkippedOperation(NamedTuple):

@@ -22,6 +22,7 @@ from smp_runtime.checkpoint.files.name_translation import TranslatedTensor
 from smp_runtime.checkpoint.full.conversion import Weights, make_whole, read_config, translate
 from smp_runtime.errors import CheckpointError
 from smp_runtime.parameters.registry import intervals
+from smp_runtime.tensors.torch_private import name_without_wrappers
 from smp_version2.checkpoint.filesystem import (
     DATA_ENDING,
     METADATA,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 #: Keys under which scripts put the model's state, in the order in which they are looked for.
 _MODEL_KEYS = ("model", "state_dict", "module")
-#: What wrappers of modules add to names.
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 #: Names of folders in scripts: the degree, and the rank.
 _TENSOR = re.compile(r"tp(\d+)-\d+")
 #: Folders that a message names.
@@ -212,7 +211,7 @@ def _find_model(folder: Path, metadata: Metadata) -> dict[str, str]:
         for key in tensors
         if top is None or paths[key][0] == top
     )
-    return {_WRAPPERS.sub("", name): key for key, name in named}
+    return {name_without_wrappers(name): key for key, name in named}
 
 
 def _join_experts(path: Path, parts: list[_SavedPart]) -> list[_SavedPart]:

@@ -13,13 +13,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.distributed.tensor import DTensor
 
 from smp_runtime.errors import CheckpointError, SMPOperationError
-from smp_runtime.tensors.torch_private import before_loading
+from smp_runtime.tensors.torch_private import (
+    JOINED_PARAMETER,
+    before_loading,
+    keeps_parameters,
+    name_without_wrappers,
+)
 from smp_version2.state import state
 
-#: What wrappers of modules add to names.
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-#: What a unit of FSDP calls the parameter that it joins its own in, and its argument ``use_orig_params``.
-_JOINED, _KEEPS_PARAMETERS = "_fsdp_wrapped_module._flat_param", "_use_orig_params"
 _KEY = re.compile(r"(?:^|\.)smp_local_shard_(\d+)_of_(\d+)_tensor_(\d+)_of_(\d+)$")
 
 
@@ -104,7 +105,7 @@ def load_local_state(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 def accept_joined(unit: FullyShardedDataParallel) -> None:
     """Let a unit with ``use_orig_params`` load ``LOCAL_STATE_DICT`` of FSDP, which writes keys that it does not take back."""
-    if getattr(unit, _KEEPS_PARAMETERS, False) and unit.sharding_strategy is not ShardingStrategy.NO_SHARD:
+    if keeps_parameters(unit) and unit.sharding_strategy is not ShardingStrategy.NO_SHARD:
         before_loading(unit, _take_joined)
 
 
@@ -113,7 +114,7 @@ def _take_joined(unit: Any, state_dict: dict[str, Any], prefix: str, *_: Any) ->
 
     At other degrees and on other ranks PyTorch has refused the file before, as it has sharded tensors.
     """
-    key = f"{prefix}{_JOINED}"  # as FSDP's own hook has left it
+    key = f"{prefix}{JOINED_PARAMETER}"  # as FSDP's own hook has left it
     settings = FullyShardedDataParallel.get_state_dict_type(unit)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         state_dict.pop(key, None)
@@ -123,7 +124,7 @@ def _list_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     _require_sharded(model)
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        yield _WRAPPERS.sub("", name), value.to_local() if isinstance(value, DTensor) else value
+        yield name_without_wrappers(name), value.to_local() if isinstance(value, DTensor) else value
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
@@ -133,7 +134,7 @@ def _list_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         persistent = set(module.state_dict(keep_vars=True)) if is_plain else set(buffers)
         for name, buffer in buffers.items():
             if name in persistent:
-                yield _WRAPPERS.sub("", f"{path}.{name}" if path else name), buffer.detach()
+                yield name_without_wrappers(f"{path}.{name}" if path else name), buffer.detach()
 
 
 def _require_sharded(model: nn.Module) -> None:
@@ -144,7 +145,7 @@ def _require_sharded(model: nn.Module) -> None:
         for name, parameter in unit.named_parameters():
             if parameter.dim() > 1:
                 raise SMPOperationError(
-                    f"{_WRAPPERS.sub('', name)} is gathered at this moment, and its local part cannot be read; read the local "
+                    f"{name_without_wrappers(name)} is gathered at this moment, and its local part cannot be read; read the local "
                     "state after the backward pass, outside of FSDP.summon_full_params",
                     code="SMP402",
                 )

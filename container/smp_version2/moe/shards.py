@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import name_without_wrappers
 from smp_version2.moe.experts import SharedExperts, find_experts
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 #: Arguments of a unit around experts that it does not share with the unit around it.
 _OF_OUTER_UNIT = ("module", "auto_wrap_policy", "ignored_modules", "ignored_states", "process_group", "device_mesh")
-
-#: What wrappers of modules add to names.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def find_unsharded(module: nn.Module) -> list[SharedExperts]:
@@ -179,7 +177,7 @@ def _put_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any,
     group, device = experts.group, next(iter(experts.parameters())).device
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict[key]
-        name = _clean(key.removeprefix(prefix))
+        name = name_without_wrappers(key.removeprefix(prefix))
         parts = [torch.empty_like(value, device=device) for _ in range(group.size)]
         dist.all_gather(parts, value.detach().to(device).contiguous(), group=group.process_group)
         names = [experts.whole_names(name, rank) for rank in range(group.size)]
@@ -189,9 +187,3 @@ def _put_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any,
         start = key.removesuffix(name) if key.endswith(name) else prefix
         for each, part in zip(names, parts, strict=True):
             state_dict[start + each] = part.to(value.device)
-
-
-def _clean(name: str) -> str:
-    for word in _WRAPPERS:
-        name = name.replace(word, "")
-    return name

@@ -1,6 +1,6 @@
 """PyTorch's fused attention operators, which return the log-sum-exp of the scores and take it for their backward pass."""
 
-# ruff: noqa: SLF001 - operators have no public names; those used are listed in torch_private.py
+# ruff: noqa: SLF001 - operators have no public names; those used are listed in torch_private
 
 from __future__ import annotations
 
