@@ -383,6 +383,24 @@ def test_a_layout_that_is_set_after_the_first_save_holds_from_the_next_but_one(r
             assert ("fp32_flat_groups" in torch.load(file, weights_only=True)) == is_flat
 
 
+def test_a_relative_path_is_that_of_the_call_although_the_script_has_gone_elsewhere(solo, tmp_path, monkeypatch):
+    solo({})
+    run = Training()
+    run.train(0, 1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    run.save("path", "0", 1, async_save=True)
+    smp.wait_for_checkpoint()
+    slow = _Slow(monkeypatch)
+    run.save("path", "1", 1, async_save=True)
+    monkeypatch.chdir(elsewhere)
+    slow.may_write.set()
+    smp.wait_for_checkpoint()
+    assert newest_name(tmp_path / "path") == "1_partial"
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_state_that_is_replaced_meanwhile_is_that_of_the_call(solo, tmp_path, monkeypatch):
     solo({})
     run = Training()

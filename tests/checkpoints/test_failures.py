@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from smp_runtime.checkpoint import save_partial as saving
 from smp_runtime.checkpoint.files.manifest import checkpoints_in, whole_checkpoints
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.checkpoint.folder_transaction import FolderRemoval, FolderTransaction
+from smp_runtime.checkpoint.saving import older_folders
 from smp_runtime.errors import CheckpointError
 from smp_runtime.job import session
 
@@ -312,3 +314,80 @@ def test_old_checkpoints_are_removed_while_training_goes_on(solo, tmp_path):
         smp.shutdown()
     assert not hidden.exists()
     assert model.partitioned
+
+
+def _keep_two(path, number):
+    smp.save_checkpoint(str(path), tag=str(number), user_content=number, num_kept_partial_checkpoints=2)
+
+
+def test_a_clock_that_is_put_back_changes_no_order(solo, tmp_path, monkeypatch):
+    clock = iter([1000.0, 1010.0, 20.0, 30.0])
+    monkeypatch.setattr(older_folders, "time", SimpleNamespace(time=lambda: next(clock)))
+    for first in (0, 2):  # two jobs, the second on a host whose clock is wrong
+        solo({})
+        _kept = _model()
+        for number in (first, first + 1):
+            _keep_two(tmp_path, number)
+    assert _names(tmp_path) == ["2_partial", "3_partial", "newest"]
+    assert [found.name for found in checkpoints_in(tmp_path)] == ["3_partial", "2_partial"]
+    (tmp_path / "3_partial" / "manifest.json").unlink()
+    assert smp.resume_from_checkpoint(str(tmp_path)) == 2
+
+
+def test_a_checkpoint_that_was_moved_elsewhere_and_linked_loads_and_its_link_is_removed_in_its_turn(
+    solo, tmp_path, caplog
+):
+    solo({})
+    _kept = _model()
+    path, elsewhere = tmp_path / "path", tmp_path / "elsewhere"
+    _keep_two(path, 0)
+    (path / "0_partial").rename(elsewhere)
+    (path / "0_partial").symlink_to(elsewhere)
+    assert smp.resume_from_checkpoint(str(path)) == 0
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        for number in (1, 2, 1):
+            _keep_two(path, number)
+            FolderRemoval.of(session.current_session()).wait()
+    assert _names(path) == ["1_partial", "2_partial", "newest"]
+    assert "could not be removed" not in caplog.text
+    assert (elsewhere / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_folder_is_named(solo, tmp_path, is_link):
+    solo({})
+    _kept = _model()
+
+    def put(path):
+        path.symlink_to(tmp_path / "nothing") if is_link else path.write_text("mine")
+
+    put(tmp_path / "path")
+    words = "path is a link to nothing" if is_link else "path is no folder"
+    for partial in (True, False):
+        with pytest.raises(
+            CheckpointError, match=f"cannot be saved in .*because .*{words}; remove it, or give another"
+        ):
+            smp.save_checkpoint(str(tmp_path / "path" / "more"), tag="1", partial=partial)
+    put(tmp_path / "1_partial")
+    with pytest.raises(CheckpointError, match="1_partial is a file or a link to nothing.*no earlier one in"):
+        smp.save_checkpoint(str(tmp_path), tag="1")
+    assert _names(tmp_path) == ["1_partial", "path"]
+
+
+def test_a_folder_that_is_removed_while_it_is_saved_into_is_named(solo, tmp_path, monkeypatch):
+    solo({})
+    _kept = _model()
+    path = tmp_path / "path"
+    _keep_two(path, 0)
+    original = saving.write_recorded
+
+    def write(content, file):
+        shutil.rmtree(path, ignore_errors=True)
+        return original(content, file)
+
+    monkeypatch.setattr(saving, "write_recorded", write)
+    with pytest.raises(CheckpointError, match=r"path/\.1_partial.*\.tmp was removed while.*there is no earlier one in"):
+        _keep_two(path, 1)
+    monkeypatch.setattr(saving, "write_recorded", original)
+    _keep_two(path, 2)
+    assert smp.resume_from_checkpoint(str(path)) == 2

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from smp_runtime.checkpoint import folder_transaction as transaction
 from smp_runtime.checkpoint.files.manifest import MANIFEST, Manifest
+from smp_runtime.checkpoint.saving import older_folders as older
 
 
 def _checkpoint(parent, tag, saved):
@@ -20,8 +20,8 @@ def _checkpoint(parent, tag, saved):
 @pytest.fixture
 def opened(monkeypatch):
     found = []
-    inspect = transaction.inspect_folder
-    monkeypatch.setattr(transaction, "inspect_folder", lambda folder: found.append(folder.name) or inspect(folder))
+    inspect = older.inspect_folder
+    monkeypatch.setattr(older, "inspect_folder", lambda folder: found.append(folder.name) or inspect(folder))
     return found
 
 
@@ -30,20 +30,20 @@ def _names(folder):
 
 
 def _remove_surplus(folder, newest, seen):
-    hidden, problems = transaction.hide(transaction.find_surplus(folder, 3, newest, seen))
-    assert problems == transaction.remove(hidden) == []
+    hidden, problems = older.hide(older.find_surplus(folder, 3, newest, seen))
+    assert problems == older.remove(hidden) == []
 
 
 def test_nothing_is_opened_while_there_are_not_too_many(tmp_path, opened):
     for tag in range(5):
         _checkpoint(tmp_path, tag, tag)
-    assert transaction.find_surplus(tmp_path, 5, "4_partial") == []
+    assert older.find_surplus(tmp_path, 5, "4_partial") == []
     assert opened == []
     assert len(_names(tmp_path)) == 5
 
 
 def test_each_is_opened_once_as_long_as_it_stays_what_it_was(tmp_path, opened):
-    seen = transaction.SeenFolders()
+    seen = older.SeenFolders()
     for tag in range(5):
         _checkpoint(tmp_path, tag, tag)
         _remove_surplus(tmp_path, f"{tag}_partial", seen)

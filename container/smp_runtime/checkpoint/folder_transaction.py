@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_runtime.checkpoint.files.atomic_file import sync_folder, write_text
+from smp_runtime.checkpoint.files.atomic_file import make_folder, sync_folder, write_text
 from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
-    PARTIAL,
-    folders_in,
-    inspect_folder,
-    name_of_former,
     newest_name,
 )
 from smp_runtime.checkpoint.folder_lock import LockHolder, SavingLocks
 from smp_runtime.checkpoint.rank_agreement import decode_error, encode_error, met_by
+from smp_runtime.checkpoint.saving.older_folders import (
+    OWNER,
+    SeenFolders,
+    find_leftovers,
+    find_surplus,
+    hide,
+    remove,
+)
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import CheckpointError
 
@@ -35,10 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: Files in a folder that is being written: the save's token, and its owner.
-_TOKEN, _OWNER = ".token", ".owner"
-#: Seconds without a write after which a folder is left over, if it cannot be checked whether its job is alive.
-_ABANDONED_SECONDS = 3600.0
+#: File in a folder that is being written: the save's token.
+_TOKEN = ".token"
 #: Longest wait for the removal of old checkpoints at the end of a job that has failed.
 _SECONDS_AFTER_FAILURE = 0.5
 
@@ -136,6 +138,19 @@ class FolderTransaction:
         if error is not None:
             raise error
 
+    def time_of_save(self) -> float:
+        """Return the time that orders this checkpoint among the others of its folder."""
+        return self._seen.time_of_save(self.final.parent)
+
+    def failure_of_writing(self, error: Exception) -> str:
+        """Return a description of an error of a rank that writes, for the others."""
+        if isinstance(error, FileNotFoundError) and not self.writing.is_dir():
+            return (
+                f"{self.writing} was removed while files were written into it: let nothing remove what a running job saves; "
+                "hidden folders of ended jobs are removed by the next save"
+            )
+        return words_of(error)
+
     def abandon(self) -> None:
         """Remove what was written; the former checkpoint stays."""
         if self.keeps_order:
@@ -159,7 +174,7 @@ class FolderTransaction:
     def _prepare(self, manifest: str) -> None:
         """Make the folder whole under its hidden name."""
         write_text(manifest, self.writing / MANIFEST)
-        for name in (_TOKEN, _OWNER):
+        for name in (_TOKEN, OWNER):
             (self.writing / name).unlink(missing_ok=True)
         sync_folder(self.writing)
 
@@ -208,11 +223,16 @@ class FolderTransaction:
         writing = self._writing(token)
         self._removal.wait()  # there is never room for more checkpoints than are kept, and the new one
         with naming_full_disk(self.final, None):
-            self.final.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.final.parent)
             self._locks.hold(self.final.parent)
+            if os.path.lexists(self.final) and not self.final.is_dir():
+                raise CheckpointError(
+                    f"{self.final} is a file or a link to nothing, where the checkpoint has a folder: remove it, or save with "
+                    "another tag"
+                )
             writing.mkdir()
         try:
-            write_text(LockHolder.of_this_process().to_json(), writing / _OWNER)
+            write_text(LockHolder.of_this_process().to_json(), writing / OWNER)
             write_text(token, writing / _TOKEN)
         except Exception:
             shutil.rmtree(writing, ignore_errors=True)
@@ -239,70 +259,32 @@ class SaveVerdict:
     refusal: CheckpointError | None = None
 
 
-def not_saved(
-    final: Path, failures: list[tuple[int, str, str]], former: str = "the former one is still the newest"
-) -> CheckpointError:
+def not_saved(final: Path, failures: list[tuple[int, str, str]], former: str | None = None) -> CheckpointError:
     """Return the error for a checkpoint that some ranks could not write; it names the first of them as its origin.
 
     Args:
         failures: the ranks, their hosts, and the reasons.
-        former: what happened to the former checkpoint.
+        former: what happened to the former checkpoint; None for a partial one, beside which the newest stays.
     """
+    if former is None:
+        has_newest = newest_name(final.parent) is not None
+        former = "the former one is still the newest" if has_newest else f"there is no earlier one in {final.parent}"
     broken = "; ".join(f"rank {rank}: {why}" for rank, _, why in failures)
     text = f"the checkpoint {final} was not saved ({broken}); {former}"
     return met_by(text, *failures[0][:2])
 
 
 def refuse_if_any_failed(
-    session: Session, failure: str | None, final: Path, former: str = "the former one is still the newest"
+    session: Session,
+    failure: str | None,
+    final: Path,
+    former: str = "files that lay there may have been replaced in part",
 ) -> None:
     """Raise on every rank when any rank could not write its part; every rank calls it. See :func:`not_saved`."""
     failures = session.ranks.control.allgather((host_name(), failure), list(range(session.ranks.control.size)))
     broken = [(rank, host, why) for rank, (host, why) in enumerate(failures) if why]
     if broken:
         raise not_saved(final, broken, former)
-
-
-@dataclass(frozen=True)
-class _FolderSnapshot:
-    """What a folder was when it was looked into, as long as nothing has come into it or gone.
-
-    Attributes:
-        stamp: device, number and time of the folder.
-        saved: when its checkpoint was saved; None without a readable manifest.
-        is_whole: whether all its files were there.
-    """
-
-    stamp: tuple[int, ...]
-    saved: float | None
-    is_whole: bool
-
-
-class SeenFolders:
-    """Folders that this job has looked into: a folder of thousands is not read anew at each save."""
-
-    outlives_regrouping = True
-
-    def __init__(self) -> None:
-        self._seen: dict[Path, _FolderSnapshot] = {}
-
-    def look(self, folders: Iterable[Path]) -> dict[Path, _FolderSnapshot]:
-        """Return a snapshot of each folder that still exists."""
-        found = {folder: seen for folder in folders if (seen := self._look(folder)) is not None}
-        self._seen = found
-        return found
-
-    def _look(self, folder: Path) -> _FolderSnapshot | None:
-        try:
-            about = folder.stat()
-        except OSError:
-            return None
-        stamp = (about.st_dev, about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
-        known = self._seen.get(folder)
-        if known is not None and known.stamp == stamp:
-            return known
-        found = inspect_folder(folder)
-        return _FolderSnapshot(stamp, None if found.manifest is None else found.manifest.saved, found.is_whole)
 
 
 class FolderRemoval:
@@ -359,101 +341,6 @@ def warn_of_remains(final: Path, problems: Sequence[str]) -> None:
             final,
             "; ".join(problems),
         )
-
-
-def find_surplus(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[Path]:
-    """Return the oldest partial checkpoints, all but ``keep``.
-
-    The newest always stays, and incomplete ones are removed first. Folders without a readable manifest stay, too.
-    They are not ours, since a checkpoint gets its name together with its manifest.
-
-    Args:
-        seen: folders that earlier calls have inspected.
-    """
-    keep = max(1, keep)
-    names = folders_in(parent)
-    if len({*names.values()}) <= keep:  # whatever they hold
-        return []
-    looked = (seen or SeenFolders()).look(names)
-    ours = {folder: each for folder, each in looked.items() if each.saved is not None}
-
-    def value(folder: Path) -> tuple[bool, bool, float]:
-        each = ours[folder]
-        return names[folder] == newest, each.is_whole, each.saved or 0.0
-
-    order = sorted(ours, key=value)
-    oldest = list(dict.fromkeys(names[folder] for folder in order))
-    surplus = max(0, len(oldest) - keep)
-    doomed = set(oldest[:surplus])
-    return [folder for folder in ours if names[folder] in doomed]
-
-
-def find_leftovers(final: Path, separate: bool) -> list[Path]:
-    """Return unfinished folders of killed jobs, and checkpoints that new ones have replaced.
-
-    A job writes its checkpoints one at a time, so it writes nothing else while it publishes one. The lock should
-    keep other jobs away. If another job writes here nevertheless, its folders stay as long as it may be running.
-
-    Args:
-        separate: whether hosts have folders of their own: then each lacks files that others have.
-    """
-    parent = final.parent
-    replaced = []
-    for folder in parent.glob(".*.old"):
-        name = name_of_former(folder)
-        if name is None:
-            continue
-        # The former one goes only if what has replaced it can be read.
-        successor = inspect_folder(final.with_name(name))
-        is_kept = successor.is_whole or separate or name == final.name
-        if successor.manifest is not None and is_kept:
-            replaced.append(folder)
-    unfinished = [folder for folder in parent.glob(f".*{PARTIAL}*.tmp") if _is_left_over(folder)]
-    return [*parent.glob(f".*{PARTIAL}*.removed"), *unfinished, *replaced]
-
-
-def _is_left_over(folder: Path) -> bool:
-    """Return whether no running job writes a checkpoint into the folder any more."""
-    holder = LockHolder.read(folder / _OWNER)
-    if holder is None or holder.is_me:
-        return True
-    ended = holder.has_ended()
-    if ended is None:
-        newest = max((file.stat().st_mtime for file in [folder, *folder.iterdir()]), default=0.0)
-        return time.time() - newest > _ABANDONED_SECONDS
-    return ended
-
-
-def hide(folders: Iterable[Path]) -> tuple[list[Path], list[str]]:
-    """Give folders hidden names, since a half removed folder must not look like a checkpoint.
-
-    Returns:
-        The new paths, and descriptions of what failed.
-    """
-    hidden, problems = [], []
-    for folder in folders:
-        name = folder.name if folder.name.startswith(".") else f".{folder.name}"
-        doomed = folder.with_name(name if name.endswith(".removed") else f"{name}.removed")
-        try:
-            if doomed != folder:
-                if doomed.exists():  # from a save that was killed while it removed
-                    shutil.rmtree(doomed, ignore_errors=True)
-                folder.rename(doomed)
-            hidden.append(doomed)
-        except OSError as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    return hidden, problems
-
-
-def remove(folders: Iterable[Path]) -> list[str]:
-    """Remove folders with all that they hold, and return descriptions of what failed."""
-    problems = []
-    for folder in folders:
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    return problems
 
 
 def _free_name_of_former(final: Path) -> Path:

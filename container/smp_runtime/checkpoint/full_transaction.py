@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from smp_runtime.checkpoint.files.atomic_file import sync_folder, write_text
+from smp_runtime.checkpoint.files.atomic_file import make_folder, sync_folder, write_text
 from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, read_text
 from smp_runtime.checkpoint.folder_lock import FolderLock
@@ -94,7 +94,7 @@ class FullTransaction:
 def full_transaction(folder: Path, tag: str) -> Iterator[FullTransaction]:
     """Yield a transaction and close it at the end of the block, whether it was committed or not."""
     with naming_full_disk(folder / tag, None):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         transaction = FullTransaction(folder, tag)
     try:
         yield transaction

@@ -139,7 +139,7 @@ class _Save:
             if goes_on:
                 self._write(content)
         except Exception as error:  # report any error, because the other ranks wait for the outcome
-            report.failure = words_of(error)
+            report.failure = transaction.failure_of_writing(error)
         reports = exchange.gather(report.to_json())
         verdict = None if reports is None else _verdict(transaction, self.described, reports)
         transaction.commit(exchange, verdict, self.keep)
@@ -240,6 +240,7 @@ class Saver:
         session = self._session
         problem, content, flat = self._former_problem(), b"", False
         try:
+            final = final.absolute()  # the script may change its working folder while files are written
             if session.ranks.rank == 0:
                 content = user_content()
                 flat = wants_flat_groups(os.environ)
@@ -477,7 +478,9 @@ def _verdict(transaction: FolderTransaction, described: Described | None, report
             if report.failure:
                 broken.append((rank, report.host, report.failure))
         if described is not None and not broken:
-            return SaveVerdict(merge(described, found, transaction.token).to_json())
+            manifest = merge(described, found, transaction.token)
+            manifest.saved = transaction.time_of_save()
+            return SaveVerdict(manifest.to_json())
     except Exception as error:
         broken = [(0, host_name(), words_of(error))]
     return SaveVerdict(None, not_saved(transaction.final, broken))

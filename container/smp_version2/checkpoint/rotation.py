@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config.errors import kind_of
-from smp_runtime.checkpoint.folder_transaction import remove
+from smp_runtime.checkpoint.saving.older_folders import remove
 from smp_runtime.errors import SMPUserError
 from smp_version2.checkpoint.filesystem import DATA_ENDING, METADATA
 from smp_version2.checkpoint.locations import is_s3_uri

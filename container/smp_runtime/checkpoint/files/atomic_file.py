@@ -119,6 +119,22 @@ def written_file(file: Any, records: Records | None) -> WrittenFile:
     return WrittenFile(file, None if records is None else new_digest(kind), kind)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder for checkpoints, and those above it.
+
+    Raises:
+        CheckpointError: something else lies there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        other = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), folder)
+        what = "a link to nothing" if other.is_symlink() and not other.exists() else "no folder"
+        raise CheckpointError(
+            f"checkpoints cannot be saved in {folder}, because {other} is {what}; remove it, or give another path"
+        ) from None
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder last."""
     descriptor = os.open(folder, os.O_RDONLY)
