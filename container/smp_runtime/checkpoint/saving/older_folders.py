@@ -195,7 +195,7 @@ def remove(folders: Iterable[Path]) -> list[str]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, or the link to one that somebody has moved elsewhere; that one stays."""
+    """Remove a folder, or the link to one that was moved elsewhere; that one stays."""
     if folder.is_symlink():
         folder.unlink()
     else:
