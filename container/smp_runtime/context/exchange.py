@@ -7,8 +7,10 @@ from, summed over the ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,21 +98,24 @@ class ContextGroup:
 
     def gather(self, local: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
         """Return the whole tensor of the ranks' slices."""
-        if layout.outer == layout.inner == 1:
-            return _Gather.apply(local, dim, layout, self)
-        apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
-        return _Gather.apply(apart, dim + 1, layout.base, self).flatten(dim, dim + 2)
+        if layout.outer != 1 or layout.inner != 1:
+            apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
+            return self.gather(apart, dim + 1, layout.base).flatten(dim, dim + 2)
+        whole = functools.partial(self.exchange_slices, dim=dim, layout=layout)
+        return exchange(local, self, whole, functools.partial(self.return_gradients, dim=dim, layout=layout))
 
     def move(self, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout) -> torch.Tensor:
         """Return this rank's positions in another layout of a sequence of the same length; only others' positions travel."""
-        if layout.outer == layout.inner == 1:
-            return _MovePositions.apply(local, dim, layout, other, self)
-        apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
-        return _MovePositions.apply(apart, dim + 1, layout.base, other.base, self).flatten(dim, dim + 2)
+        if layout.outer != 1 or layout.inner != 1:
+            apart = local.unflatten(dim, (layout.outer, len(layout.positions[self.rank]), layout.inner))
+            return self.move(apart, dim + 1, layout.base, other.base).flatten(dim, dim + 2)
+        there = functools.partial(self.exchange_rows, dim=dim, layout=layout, other=other)
+        # Each position is on one rank in both layouts.
+        return exchange(local, self, there, functools.partial(self.exchange_rows, dim=dim, layout=other, other=layout))
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors."""
-        return _Sum.apply(partial, self)
+        return exchange(partial, self, self.add_up, self.add_up)
 
     def exchange_slices(self, local: torch.Tensor, dim: int, layout: SequenceLayout) -> torch.Tensor:
         """Return the whole tensor; no gradients."""
@@ -193,57 +198,23 @@ def _order(layout: SequenceLayout) -> torch.Tensor:
     return order
 
 
-class _Gather(torch.autograd.Function):
-    """Forward the whole tensor; backward the sum of the ranks' gradients at this rank's positions."""
+#: A linear map of this rank's tensor and the others'; no gradients.
+LinearMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def exchange(given: torch.Tensor, group: ContextGroup, there: LinearMap, back: LinearMap) -> torch.Tensor:
+    """Return what ``there`` makes of the ranks' tensors; gradients go the way of ``back``, its adjoint."""
+    return _Exchange.apply(given, group, there, back)
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward a map; backward its adjoint, which has the map as its own: gradients may have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
-        ctx.dim, ctx.layout, ctx.group = dim, layout, group
-        return group.exchange_slices(local, dim, layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ReturnGradients.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
-
-
-class _MovePositions(torch.autograd.Function):
-    """Forward another rank's positions; backward the way back, since each position is on one rank in both layouts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, dim: int, layout: SequenceLayout, other: SequenceLayout, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.dim, ctx.layout, ctx.other, ctx.group = dim, layout, other, group
-        return group.exchange_rows(local, dim, layout, other)
+    def forward(ctx: Any, given: torch.Tensor, group: ContextGroup, there: LinearMap, back: LinearMap) -> torch.Tensor:
+        ctx.group, ctx.maps = group, (back, there)
+        return there(given)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _MovePositions.apply(gradient, ctx.dim, ctx.other, ctx.layout, ctx.group), None, None, None, None
-
-
-class _ReturnGradients(torch.autograd.Function):
-    """The adjoint of :class:`_Gather`, which has that as its own: gradients may have gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: torch.Tensor, dim: int, layout: SequenceLayout, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.dim, ctx.layout, ctx.group = dim, layout, group
-        return group.return_gradients(gradient, dim, layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Gather.apply(gradient, ctx.dim, ctx.layout, ctx.group), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """Forward the sum of the ranks' tensors; backward the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.add_up(partial)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Sum.apply(gradient, ctx.group), None
+        return _Exchange.apply(gradient, ctx.group, *ctx.maps), None, None, None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from smp_runtime.context.exchange import exchange
 from smp_runtime.context.host_values import always_computed
 
 if TYPE_CHECKING:
@@ -54,51 +55,27 @@ def _join(ranges: tuple[range, ...]) -> torch.Tensor:
 
 
 def fetch(local: torch.Tensor, dim: int, layout: SequenceLayout, wanted: Wanted, group: ContextGroup) -> torch.Tensor:
-    """Return the positions that this rank wants; those of other ranks travel."""
-    return _Fetch.apply(local, dim, layout, wanted, group)
+    """Return the positions that this rank wants; those of other ranks travel, and the gradients of each are summed."""
+    plan = plan_fetch(layout, wanted, group.rank)
 
-
-class _Fetch(torch.autograd.Function):
-    """Forward the wanted positions; backward the sum of their gradients at the positions that a rank has."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, dim: int, layout: SequenceLayout, wanted: Wanted, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.of = dim, layout, wanted, group
-        plan = plan_fetch(layout, wanted, group.rank)
-        first = local.movedim(dim, 0)
+    def there(held: torch.Tensor) -> torch.Tensor:
+        first = held.movedim(dim, 0)
         found = first.new_empty(plan.count, *first.shape[1:])
-        for place, theirs in _exchange(first, plan.leaving, plan.arriving, group):
+        for place, theirs in _send_rows(first, plan.leaving, plan.arriving, group):
             found[place] = theirs
         return found.movedim(0, dim)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _GiveBack.apply(gradient, *ctx.of), None, None, None, None
-
-
-class _GiveBack(torch.autograd.Function):
-    """The adjoint of :class:`_Fetch`, which has that as its own: gradients may have gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: torch.Tensor, dim: int, layout: SequenceLayout, wanted: Wanted, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.of = dim, layout, wanted, group
-        plan = plan_fetch(layout, wanted, group.rank)
+    def back(gradient: torch.Tensor) -> torch.Tensor:
         first = gradient.movedim(dim, 0)
         total = first.new_zeros(len(layout.positions[group.rank]), *first.shape[1:])
-        for place, theirs in _exchange(first, plan.arriving, plan.leaving, group):
+        for place, theirs in _send_rows(first, plan.arriving, plan.leaving, group):
             total.index_add_(0, place, theirs)
         return total.movedim(0, dim)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Fetch.apply(gradient, *ctx.of), None, None, None, None
+    return exchange(local, group, there, back)
 
 
-def _exchange(
+def _send_rows(
     rows: torch.Tensor, leaving: list[torch.Tensor], arriving: list[torch.Tensor], group: ContextGroup
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Send rows to the other ranks; return the places and the rows that came, this rank's own among them."""

@@ -15,18 +15,15 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from smp_runtime.context.layout import contiguous
+from smp_runtime.context.exchange import ContextGroup, exchange
+from smp_runtime.context.layout import SequenceLayout, contiguous
 from smp_runtime.context.sequence import ShardedSequence, cut_results, gather_all, sequences_in
 from smp_runtime.tensors.torch_private import tree_flatten, tree_map
-
-if TYPE_CHECKING:
-    from smp_runtime.context.exchange import ContextGroup
-    from smp_runtime.context.layout import SequenceLayout
 
 #: Names of functions that are tried, in the modules of models.
 _SCANS = re.compile(r"_scan$|_scan_fn$|_scan_combined$|delta_rule$|_delta_attention$|_kda$|^rwkv_linear_attention")
@@ -95,7 +92,8 @@ class ByChannel:
                 return leaf
             if leaf.dim() > first.dim_held and leaf.shape[first.dim_held] == layout.size:
                 channels = _channel_dim(first.dim_held)
-                local = _ToPositions.apply(leaf, first.dim_held, channels, layout, group)
+                swapped = _Swap(first.dim_held, channels, layout, group)
+                local = exchange(leaf, group, swapped.to_positions, swapped.to_channels)
                 return ShardedSequence(local, first.dim_held, layout, group)
             return group.gather(leaf, 1, contiguous(leaf.shape[1] * group.size, group.size))  # a state
 
@@ -270,59 +268,44 @@ def _role_of(leaf: Any, most: int, size: int, held: int) -> _Role | None:
 
 def swap(sequence: ShardedSequence, channels: int) -> torch.Tensor:
     """Return some channels of all positions in exchange for all channels of some positions."""
-    return _ToChannels.apply(sequence.local, sequence.dim_held, channels, sequence.sequence_layout, sequence.group)
+    swapped = _Swap(sequence.dim_held, channels, sequence.sequence_layout, sequence.group)
+    return exchange(sequence.local, sequence.group, swapped.to_channels, swapped.to_positions)
 
 
-class _ToChannels(torch.autograd.Function):
-    """Forward this rank's channels at all positions; backward the way back, since it is a permutation."""
+@dataclass(frozen=True)
+class _Swap:
+    """A permutation of the ranks' elements, of which the way back is the adjoint."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, dim: int, channels: int, layout: SequenceLayout, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.of = dim, channels, layout, group
-        first = local.movedim((dim, channels), (0, 1))
-        sent = first.unflatten(1, (group.size, -1)).movedim(1, 0)
+    dim: int
+    channels: int
+    layout: SequenceLayout
+    group: ContextGroup
+
+    def to_channels(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this rank's channels at all positions."""
+        size, counts = self.group.size, self.layout.counts()
+        first = local.movedim((self.dim, self.channels), (0, 1))
+        sent = first.unflatten(1, (size, -1)).movedim(1, 0)
         share = list(sent.shape[2:])
-        counts = layout.counts()
-        parts = _exchange(
-            sent.reshape(-1), [sent[0].numel()] * group.size, [n * sent[0, 0].numel() for n in counts], group
-        )
-        whole = local.new_empty(layout.length, *share)
-        for positions, part in zip(layout.positions, parts, strict=True):
+        parts = _send(sent.reshape(-1), [sent[0].numel()] * size, [n * sent[0, 0].numel() for n in counts], self.group)
+        whole = local.new_empty(self.layout.length, *share)
+        for positions, part in zip(self.layout.positions, parts, strict=True):
             whole[positions.to(local.device)] = part.view(-1, *share)
-        return whole.movedim((0, 1), (dim, channels)).contiguous()  # models take views of it
+        return whole.movedim((0, 1), (self.dim, self.channels)).contiguous()  # models take views of it
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToPositions.apply(gradient, *ctx.of), None, None, None, None
-
-
-class _ToPositions(torch.autograd.Function):
-    """Forward all channels at this rank's positions; backward the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, dim: int, channels: int, layout: SequenceLayout, group: ContextGroup
-    ) -> torch.Tensor:
-        ctx.of = dim, channels, layout, group
-        first = whole.movedim((dim, channels), (0, 1))
+    def to_positions(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return all channels at this rank's positions."""
+        size, counts = self.group.size, self.layout.counts()
+        first = whole.movedim((self.dim, self.channels), (0, 1))
         share, width = list(first.shape[1:]), first[0].numel()
-        counts = layout.counts()
-        rows = [first[positions.to(whole.device)].reshape(-1) for positions in layout.positions]
-        here = counts[group.rank]
-        parts = _exchange(torch.cat(rows), [n * width for n in counts], [here * width] * group.size, group)
+        rows = [first[positions.to(whole.device)].reshape(-1) for positions in self.layout.positions]
+        here = counts[self.group.rank]
+        parts = _send(torch.cat(rows), [n * width for n in counts], [here * width] * size, self.group)
         local = torch.stack([part.view(here, *share) for part in parts], 1).flatten(1, 2)
-        return local.movedim((0, 1), (dim, channels)).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _ToChannels.apply(gradient, *ctx.of), None, None, None, None
+        return local.movedim((0, 1), (self.dim, self.channels)).contiguous()
 
 
-def _exchange(
-    sent: torch.Tensor, leaving: list[int], arriving: list[int], group: ContextGroup
-) -> tuple[torch.Tensor, ...]:
+def _send(sent: torch.Tensor, leaving: list[int], arriving: list[int], group: ContextGroup) -> tuple[torch.Tensor, ...]:
     """Send elements to each rank of the group; return those that came from each."""
     # Bytes, since not all backends send all types.
     wire, width = sent.contiguous().view(torch.uint8), sent.element_size()
