@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.matrix import sampled
-from support.models.long_sequences import CausalNet, next_word_loss, word_batches
+from support.models.long_sequences import WORDS, CausalNet, next_word_loss, word_batches
 from support.training.rank_training import training_step, updates
 from support.training.reference import train_alone
+from torch import nn
+from torch.nn import functional
 
 STEPS = 2
 
@@ -185,3 +187,82 @@ def _compare(ranks, case, train, *first):
             torch.testing.assert_close(
                 result["state"][name], value, atol=1e-9, rtol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def _gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(11)
+    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 24, "use_cache": False}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, tie_word_embeddings=False)).double()
+
+
+def _gpt2_loss(model, tokens):
+    return next_word_loss(lambda given: model(input_ids=given)[0], tokens)
+
+
+class TokenMixer(nn.Module):
+    """A linear layer over the tokens, whose number is fixed, between two over the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.enter, self.mix, self.leave = nn.Embedding(WORDS, 16), nn.Linear(24, 24), nn.Linear(16, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(tokens)
+        return self.leave(hidden + torch.relu(self.mix(hidden.transpose(1, 2))).transpose(1, 2))
+
+
+def _mixer_loss(model, tokens):
+    return functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten())
+
+
+#: A model, its loss, and the lengths of its samples: those that four ranks divide, others, and few positions on each rank.
+DIVIDED = {
+    "blocks": (_gpt2, _gpt2_loss, (24, 16)),
+    "blocks, lengths that ranks do not divide": (_gpt2, _gpt2_loss, (21, 23)),
+    "blocks, few tokens": (_gpt2, _gpt2_loss, (6, 5)),
+    "tokens mixed": (lambda: TokenMixer().double(), _mixer_loss, (24, 24)),
+}
+
+
+def _train_divided(case):
+    """Train by tensor parallelism; return losses, weights, what was gathered, and the shapes of what the blocks return."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.context.exchange import ContextGroup
+
+    make, loss, lengths = DIVIDED[case]
+    net = make()
+    smp.set_tensor_parallelism(net)
+    model = smp.DistributedModel(net)
+    shapes = []
+    for module in model.module.modules():
+        if type(module).__name__ == "DistributedTransformerLayer":
+            module.register_forward_hook(lambda _module, _given, made: shapes.append(tuple(made[0].local.shape)))
+    optimizer = smp.DistributedOptimizer(_optimizer(model.parameters()))
+    losses = list(updates(training_step(model, loss), optimizer, word_batches(STEPS, 4, lengths)))
+    session = smp.init()
+    whole = session.module_manager.translated(model.state_dict(), model.module)
+    state = {name: value.clone() for name, value in whole.items()}
+    return losses, state, dict(ContextGroup.of(session).gathered), shapes
+
+
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+@pytest.mark.parametrize("case", DIVIDED)
+def test_tensor_parallelism_divides_the_slices_of_sequences(ranks, case, optimize):
+    config = {"ddp": True, "context_parallel_degree": 2, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    make, loss, lengths = DIVIDED[case]
+    expected = train_alone(make(), _optimizer, word_batches(STEPS, 4, lengths), loss)
+    everyone = ranks(_train_divided, 4, case, config={**config, "optimize": optimize})
+    for losses, state, gathered, _ in everyone:
+        assert losses == pytest.approx(expected.losses, abs=1e-9)
+        for name, value in expected.model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-9, rtol=1e-9)
+        assert gathered == {} or case == "tokens mixed"
+    if case != "tokens mixed":
+        # Each tensor parallel rank has half of a context rank's positions between layers, or all of them.
+        most = max(-(-length // 2) for length in lengths)
+        kept = max(shape[1] for *_, shapes in everyone for shape in shapes)
+        assert kept == (-(-most // 2) if optimize == "memory" else most)

@@ -19,6 +19,7 @@ from smp_runtime.context.proofs.position_wise import PositionWise
 from smp_runtime.context.proofs.side_effects import is_ours
 from smp_runtime.context.rules.pointwise import align
 from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
+from smp_runtime.context.token_functions import run_on_tokens
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.nested import map_leaves
 
@@ -64,6 +65,9 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
         return _checkpoint_slices(call, found[0], *args)
     if cls.__module__.startswith(_INDEXING):
         return _call_whole(cls, *args, **kwargs)
+    if getattr(cls, "token_arguments", 0):
+        result = run_on_tokens(cls, call, args)  # type: ignore[arg-type]
+        return _call_whole(cls, *args, **kwargs) if result is NotImplemented else result
     if cls not in _position_wise:
         run = functools.partial(_call_whole, cls)
         # Backward passes of this library are linear, and may leave weights' gradients for later.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,24 @@ class SequenceLayout:
         _, before, after = self._padding()
         return self.select(before, self.length - after, 1)[0] if before + after else self
 
+    def followed_by(self, others: Sequence[SequenceLayout]) -> SequenceLayout | None:
+        """Return the layout of this slice and of others, each of which begins where the one before it ends; None if they do not."""
+        keys = [one.key for one in (self, *others)]
+        if any(not isinstance(key, tuple) or key[0] != "slice" or key[4] != 1 for key in keys):
+            return None
+        bounds = [key[2:4] for key in keys if isinstance(key, tuple)]
+        follow = all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
+        if not follow or len({key[1] for key in keys if isinstance(key, tuple)}) != 1:
+            return None
+        whole: SequenceLayout = layout_of(keys[0][1])  # type: ignore[index]
+        start, stop = bounds[0][0], bounds[-1][1]
+        return whole if (start, stop) == (0, whole.length) else whole.select(start, stop, 1)[0]
+
+    def whole(self, parts: int) -> SequenceLayout | None:
+        """Return the layout that :func:`parts_of` has divided in so many parts; None for another one."""
+        is_part = isinstance(self.key, tuple) and self.key[0] == "parts" and self.key[2] == parts
+        return layout_of(self.key[1]) if is_part else None  # type: ignore[index]
+
     def runs(self) -> tuple[tuple[range, ...], ...]:
         """Return for each rank the ranges of neighboring positions that it holds, ascending."""
         return _runs(self.base)
@@ -151,6 +170,18 @@ def _padded(layout: SequenceLayout, before: int, after: int) -> SequenceLayout:
 
 @functools.lru_cache(maxsize=64)
 @always_computed
+def parts_of(layout: SequenceLayout, parts: int) -> SequenceLayout:
+    """Return the layout of a part of each rank's positions, where as many other ranks have the other parts.
+
+    They are numbered in the order of the ranks. The last part ends in padding where a rank's positions cannot be divided.
+    """
+    sizes = [-(-count // parts) for count in layout.counts()]
+    held = torch.arange(sum(sizes)).split(sizes)
+    return SequenceLayout(("parts", layout.key, parts), sum(sizes), held)
+
+
+@functools.lru_cache(maxsize=64)
+@always_computed
 def zigzag(length: int, ranks: int) -> SequenceLayout:
     """Divide a sequence into ``2 × ranks`` chunks; rank r holds chunks r and ``2 × ranks - 1 - r``.
 
@@ -177,6 +208,8 @@ def layout_of(key: Any) -> SequenceLayout:
         return of_runs(layout_of(facts[0]))
     if kind == "padded":
         return layout_of(facts[0]).padded(*facts[1:])
+    if kind == "parts":
+        return parts_of(layout_of(facts[0]), *facts[1:])
     return {"zigzag": zigzag, "contiguous": contiguous}[kind](*facts)
 
 

@@ -170,13 +170,13 @@ class SlicedFlow(ActivationFlow):
             return hidden
         # Collectives need parts of one length.
         missing = self._missing(hidden.shape[1])
-        return collectives.take_slice(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
+        return collectives.take_tokens(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See :class:`ActivationFlow`."""
         if not self._group.prescaled:
             return hidden
-        whole = collectives.gather_slices(hidden, self._group, 1, partial=False)
+        whole = collectives.gather_tokens(hidden, self._group, 1)
         return whole if whole.shape[1] == like.shape[1] else whole[:, : like.shape[1]]
 
     def enter_mask(

@@ -7,7 +7,7 @@ its forward pass; its comment describes the gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,7 +19,25 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
-class _Replicated(torch.autograd.Function):
+class ActivationFunction(torch.autograd.Function):
+    """A function whose results for a token are of that token alone, so that context parallelism runs it on a rank's own tokens.
+
+    Attributes:
+        token_arguments: so many of the first arguments have tokens.
+        joins, divides: the places of the arguments with the dim along which the parts of the group are joined, or a tensor is
+            divided over it. The group is the second argument then.
+        may_move_tokens: whether that dim may be the one with the tokens.
+        mixes_features: whether the last dim must not have the tokens.
+    """
+
+    token_arguments: ClassVar[int] = 1
+    joins: ClassVar[int | None] = None
+    divides: ClassVar[int | None] = None
+    may_move_tokens: ClassVar[bool] = False
+    mixes_features: ClassVar[bool] = False
+
+
+class _Replicated(ActivationFunction):
     """Forward nothing; backward the sum of the ranks' partial gradients."""
 
     @staticmethod
@@ -33,7 +51,7 @@ class _Replicated(torch.autograd.Function):
         return traced_group(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _SumPartialTensors(torch.autograd.Function):
+class _SumPartialTensors(ActivationFunction):
     """Forward the sum of partial tensors; backward nothing, since the sum's gradient is replicated."""
 
     @staticmethod
@@ -46,7 +64,7 @@ class _SumPartialTensors(torch.autograd.Function):
         return gradient, None
 
 
-class _Once(torch.autograd.Function):
+class _Once(ActivationFunction):
     """Forward nothing; backward this rank's share of a replicated gradient, which others sum to the whole."""
 
     @staticmethod
@@ -59,8 +77,10 @@ class _Once(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-class _GatherSlices(torch.autograd.Function):
+class _GatherSlices(ActivationFunction):
     """Forward all ranks' slices; backward this rank's slice of a replicated gradient, or of the sum of partial ones."""
+
+    joins = 2
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int, partial: bool) -> torch.Tensor:
@@ -74,8 +94,16 @@ class _GatherSlices(torch.autograd.Function):
         return take(gradient, ctx.dim), None, None, None
 
 
-class _Slice(torch.autograd.Function):
+class _GatherTokens(_GatherSlices):
+    """The same along the tokens."""
+
+    may_move_tokens = True
+
+
+class _Slice(ActivationFunction):
     """Forward this rank's slice of a replicated tensor; backward all ranks' slices."""
+
+    divides = 2
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
@@ -88,6 +116,12 @@ class _Slice(torch.autograd.Function):
         return traced_group(ctx.group).gather(gradient, ctx.dim), None, None
 
 
+class _SliceTokens(_Slice):
+    """The same along the tokens."""
+
+    may_move_tokens = True
+
+
 class _ScatterSum(_Slice):
     """Forward this rank's slice of the sum of partial tensors; backward all ranks' slices."""
 
@@ -97,8 +131,10 @@ class _ScatterSum(_Slice):
         return traced_group(group).scatter_sum(tensor, dim)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(ActivationFunction):
     """Forward slices along one dim become slices along another; backward the way back."""
+
+    divides, joins = 2, 3
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
@@ -156,6 +192,16 @@ def use_once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 def gather_slices(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
     """Gather all ranks' slices along ``dim``; with ``partial``, the ranks use the whole in different ways."""
     return tensor if group.size == 1 else _GatherSlices.apply(tensor, group, dim, partial)
+
+
+def gather_tokens(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+    """Gather all ranks' tokens, which lie along ``dim``; the ranks use the whole in the same way."""
+    return tensor if group.size == 1 else _GatherTokens.apply(tensor, group, dim, False)
+
+
+def take_tokens(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+    """Return this rank's part of the tokens, which lie along ``dim``, of a replicated tensor."""
+    return tensor if group.size == 1 else _SliceTokens.apply(tensor, group, dim)
 
 
 def take_slice(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:

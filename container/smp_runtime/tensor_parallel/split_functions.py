@@ -15,7 +15,13 @@ import torch.nn.functional as F
 
 from smp_runtime.fp8.current import find_by_weight
 from smp_runtime.tensor_parallel import traced
-from smp_runtime.tensor_parallel.collectives import gather_slices, scatter_summed, sum_partials, use_replicated
+from smp_runtime.tensor_parallel.collectives import (
+    ActivationFunction,
+    gather_slices,
+    scatter_summed,
+    sum_partials,
+    use_replicated,
+)
 from smp_runtime.tensor_parallel.group import TensorGroup, join
 from smp_runtime.tensor_parallel.traced import traced_group
 from smp_runtime.tensors.nested import cast_as_autocast, rows_of
@@ -115,8 +121,10 @@ def _(
     return [x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, needed, strict=True)]
 
 
-class _Columns(torch.autograd.Function):
+class _Columns(ActivationFunction):
     """Several linear maps of one input; sliced inputs are kept as slices."""
+
+    joins, may_move_tokens, mixes_features = 2, True, True
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int | None, count: int, *tensors: Any) -> Any:
@@ -139,8 +147,10 @@ class _Columns(torch.autograd.Function):
         return found[0], None, None, None, *found[1:]
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(ActivationFunction):
     """One linear map of this rank's features, summed over the ranks."""
+
+    divides, may_move_tokens, mixes_features = 2, True, True
 
     @staticmethod
     def forward(
@@ -233,7 +243,9 @@ def multiply_rows(
     return _Rows.apply(x, group, dim, weight, bias)
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+class _SplitCrossEntropy(ActivationFunction):
+    token_arguments, mixes_features = 2, True
+
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: TensorGroup, start: int) -> torch.Tensor:
         # The greatest logit over all ranks, so that no exponential overflows. The collectives only sum: gather first.
