@@ -68,6 +68,20 @@ class ScaleByLargest(torch.autograd.Function):
         return gradient / ctx.largest
 
 
+class Root(torch.autograd.Function):
+    """The root of positive numbers; backward a bounded derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient / (4 * x).clip(min=1e-6).sqrt()
+
+
 class ChangeGradient(torch.autograd.Function):
     """Forward the same; backward what ``change`` makes of the gradient."""
 
@@ -179,6 +193,11 @@ class OfFunction(nn.Module):
         return self.function.apply(x, *self.more)
 
 
+class OfPositive(OfFunction):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.sigmoid())
+
+
 class Recomputed(nn.Module):
     """A block that runs again in backward, in PyTorch's older way or its newer one; attention inside sees all positions."""
 
@@ -211,6 +230,7 @@ CASES = {
     "function with limits in backward": (lambda: OfFunction(ChangeGradient, lambda g: g.clamp(-0.001, 0.001)), True),
     "function that adds in backward": (lambda: OfFunction(ChangeGradient, lambda g: g + 0.1), True),
     "function of the norm in backward": (lambda: OfFunction(ChangeGradient, lambda g: g / g.norm()), False),
+    "function of positive numbers": (lambda: OfPositive(Root), True),
     "functions with parameters": (Projection, True),
 }
 

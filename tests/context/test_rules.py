@@ -189,6 +189,19 @@ LOCAL = {
     "likelihood": lambda x, n, **_: F.nll_loss(F.log_softmax(x, -1).view(-1, D), n.view(-1)),
     "squares": lambda x, y, **_: F.mse_loss(x, y) + F.smooth_l1_loss(x, y, reduction="sum"),
     "divergence": lambda x, y, **_: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "set classes": lambda x, y, n, **_: (
+        x.scatter(-1, n[..., None], y[..., :1])
+        + torch.zeros(B, T, D).double().scatter(2, n[..., None], x[..., :1])
+        + x.clone().scatter_add_(2, n[..., None], y[..., :1])
+        + torch.scatter(x, -1, n[..., None], 0.5)
+    ),
+    "norm with its defaults": lambda x, **_: torch.norm(x, p=1, dim=-1, keepdim=True),
+    "two slices that follow": lambda x, **_: (
+        torch.cat([x[:, :3] * 2, x[:, 3:4], x[:, 4:]], 1) + torch.cat([x[:, 1:5], x[:, 5:]], 1).sum(1, keepdim=True)
+    ),
+    "two beside whole ones": lambda x, y, p, **_: (
+        torch.cat([p[None, :2].expand(B, 2, D), x[:, :-3], p[None, :1].expand(B, 1, D)], 1) * y
+    ),
     "chosen classes": lambda x, n, **_: x.gather(-1, n[..., None]).squeeze(-1),
     "in place": lambda x, y, **_: _add_in_place(x, y),
     "set features": lambda x, **_: _set(x, (slice(None), slice(None), slice(0, 2)), 0.0),

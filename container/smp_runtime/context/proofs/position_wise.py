@@ -217,7 +217,9 @@ def _take_sample(sequence: ShardedSequence, count: int) -> Any:
     positions = len(layout.positions[sequence.group.rank])
     apart = sequence.local.unflatten(held, (layout.outer, positions, layout.inner)).narrow(held + 1, 0, count)
     if apart.is_floating_point():
-        apart = apart + torch.randn_like(apart)
+        noise = torch.randn_like(apart)
+        # A root or logarithm of numbers that are positive must get such.
+        apart = apart + (noise.abs() if bool((apart > 0).all()) else noise)
     return Sample(apart, held + 1)
 
 

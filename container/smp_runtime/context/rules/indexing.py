@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from smp_runtime.context.copies import note_copy
-from smp_runtime.context.rules.pointwise import align
+from smp_runtime.context.rules.pointwise import align, run_aligned
 from smp_runtime.context.sequence import ShardedSequence, compute_whole, gather_all, rule, write_back
 
 _BASIC = (int, slice, type(None), type(Ellipsis))
@@ -198,6 +198,25 @@ def _pick_positions(sequence: ShardedSequence, index: torch.Tensor) -> Any:
     found = sequence.local.gather(dim, places.clamp(min=0)).masked_fill(places < 0, 0)
     is_number = found.is_floating_point() or found.is_complex()
     return sequence.group.sum(found if is_number else found.to(torch.int64)).to(sequence.dtype)
+
+
+@rule("scatter", "scatter_", "scatter_add", "scatter_add_")
+def _scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Set elements along another dim: each rank those at its positions, also of a whole tensor."""
+    given = {**dict(zip(("input", "dim", "index", "src"), args, strict=False)), **kwargs}
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    first = next(value for value in tensors if isinstance(value, ShardedSequence))
+    in_place = func.__name__.endswith("_")
+    if in_place:
+        first = given["input"]
+    if "out" in kwargs or not isinstance(given["dim"], int) or not isinstance(first, ShardedSequence):
+        return NotImplemented
+    is_apart = given["dim"] % first.dim() != first.dim_held
+    size, dims = first.sequence_layout.size, first.dim()
+    if not is_apart or any(value.dim() != dims or value.shape[first.dim_held] != size for value in tensors):
+        return NotImplemented
+    made = run_aligned(func.__name__, func, args, kwargs, first)
+    return first if in_place else made
 
 
 def _pick_of_table(func: Callable[..., Any], table: torch.Tensor, dim: int, index: ShardedSequence) -> Any:

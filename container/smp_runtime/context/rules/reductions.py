@@ -87,6 +87,8 @@ _KNOWN = {"input", "dim", "keepdim", "dtype", "other", "correction", "unbiased",
 @rule(*_REDUCING)
 def _reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequence = args[0] if args else kwargs.get("input")
+    if kwargs.get("out", sequence) is None:  # as ``torch.norm`` passes it on
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if not kwargs.keys() <= _KNOWN:
         return NotImplemented
     if not isinstance(sequence, ShardedSequence):

@@ -196,13 +196,41 @@ def _join(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     if len(parts) == 1 and not stacks:
         return first
     dim = _dim_of(args, kwargs) % (first.dim() + stacks)
-    if "out" in kwargs or (dim == first.dim_held and not stacks):
+    if "out" in kwargs:
         return NotImplemented
+    if dim == first.dim_held and not stacks:
+        return _join_positions(parts, first)
     if any(part.dim() != first.dim() or part.shape[first.dim_held] != first.shape[first.dim_held] for part in parts):
         return NotImplemented
     held = first.dim_held - first.dim()
     joined = func([align(part, first.sequence_layout, held, first, func.__name__) for part in parts], dim)
     return first.like(joined, first.dim_held + (stacks and dim <= first.dim_held))
+
+
+def _join_positions(parts: list[torch.Tensor], first: ShardedSequence) -> Any:
+    """Join slices that follow each other, or one sequence and whole tensors before and behind it."""
+    dim, sequences = first.dim_held, [part for part in parts if isinstance(part, ShardedSequence)]
+    layout = first.sequence_layout
+    are_plain = all(one.dim_held == dim and one.sequence_layout == one.sequence_layout.base for one in sequences)
+    if not are_plain or any(part.dim() != first.dim() for part in parts):
+        return NotImplemented
+    if len(sequences) == len(parts):
+        followed = layout.followed_by([part.sequence_layout for part in sequences[1:]])
+        if followed is None:
+            return NotImplemented
+        return first.like(torch.cat([part.local for part in sequences], dim), layout=followed)
+    if len(sequences) > 1:
+        return NotImplemented
+    place = next(number for number, part in enumerate(parts) if isinstance(part, ShardedSequence))
+    counts = [sum(part.shape[dim] for part in some) for some in (parts[:place], parts[place + 1 :])]
+    padded = layout.padded(*counts)
+    here = padded.positions[first.group.rank]
+    has_first = bool((here < counts[0]).any())
+    has_last = len(here) > counts[0] * has_first + first.local.shape[dim]
+    # Of what another rank has, nothing, with a graph: all ranks take part in backward.
+    held = [part if has_first else part.narrow(dim, 0, 0) for part in parts[:place]]
+    held += [first.local, *(part if has_last else part.narrow(dim, 0, 0) for part in parts[place + 1 :])]
+    return first.like(torch.cat(held, dim), layout=padded)
 
 
 def _dim_of(args: _Args, kwargs: _Kwargs) -> int:
