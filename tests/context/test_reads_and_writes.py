@@ -111,7 +111,41 @@ def _changed_by_a_hook(h, w):
     return (h @ w).pow(3).sum()
 
 
+class _Product(torch.nn.Module):
+    """A product of a sequence and a whole matrix, at each position or as the mean of all."""
+
+    def __init__(self, is_pooled=False):
+        super().__init__()
+        self.is_pooled = is_pooled
+
+    def forward(self, h, w):
+        product = (h @ w).pow(3)
+        return product.mean(1) if self.is_pooled else product
+
+
+def _seen_by_hooks_of_a_module(h, w):
+    module, seen = _Product(), []
+    module.register_full_backward_pre_hook(lambda _, outputs: seen.extend(outputs))
+    module.register_full_backward_hook(lambda _, inputs, outputs: seen.extend([*inputs, *outputs]))
+    module(h, w).pow(2).sum().backward(retain_graph=True)
+    assert len(seen) == 4
+    return seen[0] + seen[1] + seen[2].sum() + seen[3].norm()
+
+
+def _changed_by_hooks_of_a_module(h, w, is_pooled=False):
+    module = _Product(is_pooled)
+    module.register_full_backward_pre_hook(lambda _, outputs: (outputs[0].clamp(-1, 1) / outputs[0].norm(),))
+    module.register_full_backward_hook(
+        lambda _, inputs, outputs: (inputs[0] + outputs[0].sum(), inputs[1] * inputs[1].norm())
+    )
+    module.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] / inputs[0].norm(), inputs[1]))
+    return module(h, w).pow(2).sum()
+
+
 READS = {
+    "seen by hooks of a module": _seen_by_hooks_of_a_module,
+    "changed by hooks of a module": _changed_by_hooks_of_a_module,
+    "changed by hooks of a module with a whole result": lambda h, w: _changed_by_hooks_of_a_module(h, w, True),
     "kept": _kept,
     "seen by a hook": _seen_by_a_hook,
     "changed by a hook": _changed_by_a_hook,
@@ -152,12 +186,12 @@ def test_gradients_that_scripts_read_are_those_of_one_process(name, size):
             torch.testing.assert_close(mean, gradient, atol=1e-9, rtol=1e-9)
 
 
-def test_backward_hooks_of_modules_are_refused():
+def test_older_backward_hooks_of_modules_are_refused():
     layer = torch.nn.Linear(D, D, dtype=torch.float64)
-    layer.register_full_backward_hook(lambda *_: None)
+    layer.register_backward_hook(lambda *_: None)
 
     def rank(group):
-        with pytest.raises(SMPUserError, match="full backward hook"):
+        with pytest.raises(SMPUserError, match="Linear has a hook of register_backward_hook"):
             layer(cut(_given()[0].requires_grad_(), group))
 
     run_context(2, rank)

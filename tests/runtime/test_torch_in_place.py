@@ -49,6 +49,21 @@ def _(_):
     assert list(tensor._backward_hooks.values()) == list(tensor._post_accumulate_grad_hooks.values()) == [print]
 
 
+@of("torch.nn.Module._maybe_warn_non_full_backward_hook")
+def _(_):
+    seen, module, given = [], nn.Linear(2, 2), torch.ones(1, 2)
+    original = nn.Module._maybe_warn_non_full_backward_hook
+    nn.Module._maybe_warn_non_full_backward_hook = lambda *given: seen.extend(given)
+    try:
+        module.register_backward_hook(print)
+        result = module(given)
+    finally:
+        nn.Module._maybe_warn_non_full_backward_hook = original
+    assert seen[0] is module
+    assert seen[1][0] is given
+    assert seen[2] is result
+
+
 @of("torch.nn.Module._apply", "torch.nn.Module._load_from_state_dict")
 def _(_):
     class Overriding(nn.Linear):

@@ -14,13 +14,14 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from smp_runtime.context.exchange import ContextGroup
+from smp_runtime.context.module_hooks import SequenceBackwardHook, refuse_older_hooks
 from smp_runtime.context.proofs.function_gradients import FunctionOnSlices, cut_with_true_gradients
 from smp_runtime.context.proofs.position_wise import PositionWise
 from smp_runtime.context.proofs.side_effects import is_ours
 from smp_runtime.context.rules.pointwise import align
 from smp_runtime.context.sequence import ShardedSequence, gather_all, sequences_in
 from smp_runtime.context.token_functions import run_on_tokens
-from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.nested import map_leaves
 
 if TYPE_CHECKING:
@@ -47,18 +48,12 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     found = sequences_in((args, kwargs))
     if not found:
         return call(*args, **kwargs)
-    if cls.__module__.startswith(_PASSING):
+    if cls.__module__.startswith(_PASSING) or cls.__name__ == "BackwardHookFunction":
         return _pass(call, args)
     if cls.__name__ == "_NoopSaveInputs":
         raise SMPRuntimeError(
             f"torch.utils.checkpoint of PyTorch {torch.__version__} cannot keep sequences that are cut over ranks: checkpoint with "
             "smp.set_activation_checkpointing, with use_reentrant=True, or install a newer PyTorch",
-            code="SMP303",
-        )
-    if cls.__name__ == "BackwardHookFunction":
-        raise SMPUserError(
-            "a module has a full backward hook, which would see gradients of a part of the positions: under context parallelism, "
-            "use register_hook of the tensors that the module gets or returns",
             code="SMP303",
         )
     if cls is CheckpointFunction:
@@ -209,6 +204,17 @@ def install() -> None:
         return
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
     torch.autograd.grad = functools.wraps(_original_grad)(_differentiate)
+    calls: Any = torch.nn.modules.module
+    calls.BackwardHook = SequenceBackwardHook
+    modules: Any = torch.nn.Module
+    watch = modules._maybe_warn_non_full_backward_hook  # noqa: SLF001 - listed in torch_private
+
+    @functools.wraps(watch)
+    def watch_older(module: torch.nn.Module, inputs: Any, result: Any, *args: Any) -> None:
+        refuse_older_hooks(module, inputs, result)
+        watch(module, inputs, result, *args)
+
+    modules._maybe_warn_non_full_backward_hook = watch_older  # noqa: SLF001 - as above
     frame: Any = torch.utils.checkpoint._CheckpointFrame  # noqa: SLF001 - listed in torch_private
     if hasattr(frame, "save_inputs"):
         frame.save_inputs = _with_slices(frame.save_inputs, _save_inputs)

@@ -31,6 +31,8 @@ def see_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = (
         (torch.autograd, "grad"),
         (torch.autograd.Function, "apply"),
+        (torch.nn.modules.module, "BackwardHook"),
+        (torch.nn.Module, "_maybe_warn_non_full_backward_hook"),
         (of_checkpoints, "save_inputs"),
         (of_checkpoints, "get_inputs"),
     )

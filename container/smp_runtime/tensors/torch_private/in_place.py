@@ -18,6 +18,8 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
         *("_apply", "_load_from_state_dict"),
         # Put on an instance, so that they take its calls; names that a checkpointed function may have.
         *("_call_impl", "_compiled_call_impl", "_wrapped_call_impl"),
+        # Replaced: it is called with the results that a hook of ``register_backward_hook`` watches.
+        "_maybe_warn_non_full_backward_hook",
     ),
     # How often a tensor was changed in place, what a view is of, and what hangs on it.
     "torch.Tensor": ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
