@@ -207,6 +207,11 @@ class Topology:
         """Return the cache of groups by kind, filled on demand; each kind takes a while for many ranks."""
         return {}
 
+    @cached_property
+    def _found(self) -> dict[tuple[Group, int], list[int]]:
+        """Return the cache of a rank's groups, filled on demand."""
+        return {}
+
     def _groups_of(self, group: Group) -> list[list[int]]:
         if group not in self._groups:
             members: dict[tuple[int, ...], list[int]] = {}
@@ -221,8 +226,12 @@ class Topology:
 
     def group_of(self, group: Group, rank: int) -> list[int]:
         """Return the ascending global ranks of the group of this kind that ``rank`` belongs to."""
-        key = self._group_key(group, rank)
-        return next(list(members) for members in self._groups_of(group) if self._group_key(group, members[0]) == key)
+        members = self._found.get((group, rank))
+        if members is None:  # asked for its own groups again with each collective
+            key = self._group_key(group, rank)
+            members = next(members for members in self._groups_of(group) if self._group_key(group, members[0]) == key)
+            self._found[group, rank] = members
+        return list(members)
 
     def rank_in(self, group: Group, rank: int) -> int:
         """Return the position of global ``rank`` in its group, in ascending global rank."""

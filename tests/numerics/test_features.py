@@ -96,6 +96,20 @@ def test_a_recorded_training_is_the_same_and_equal_to_one_process(
         assert {each.step for each in found.compared if each.key.phase == phase} == {0, 1, 2}, phase
 
 
+def _gathered(folder: str) -> set[str]:
+    """Operations that gather sequences."""
+    from smp_runtime.context.exchange import ContextGroup
+    from smp_runtime.job.session import current_session
+
+    _trained(folder, {}, False, False)
+    return set(ContextGroup.of(current_session().ranks).gathered)
+
+
+def test_a_sequence_is_gathered_once_to_be_recorded(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    plain = ranks(_gathered, 2, "", config=CP)[0]
+    assert ranks(_gathered, 2, str(tmp_path), config=CP)[0] - plain == {"record_numerics"}
+
+
 def test_results_are_guarded_at_other_degrees(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     world, config, changed = FEATURES["pp dp, then sdp"]
     env = {**GUARDS, "SM_OUTPUT_DATA_DIR": str(tmp_path)}

@@ -35,6 +35,7 @@ from smp_records.numerics import (
     Start,
 )
 from smp_runtime.checkpoint.live_state import Updated, live_weights, updated_parameters
+from smp_runtime.context.sequence import ShardedSequence
 from smp_runtime.errors import SMPUserError
 from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
@@ -243,6 +244,10 @@ class NumericsRecorder:
         region: TensorRegion | None = None,
         counts_small: bool = False,
     ) -> None:
+        if isinstance(
+            tensor, ShardedSequence
+        ):  # once, not with each operation on it; all ranks of the sequence are here
+            tensor = tensor.whole("record_numerics")
         self._journal.add(place, sketch_of(tensor, region, counts_small=counts_small), factor)
         if self._closeup is not None:
             self._closeup.keep((self._position, self._call), place, tensor, factor, region)
