@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from crossings.training import (
+    LARGEST,
     LIMIT,
     SEED,
     Training,
@@ -87,12 +89,14 @@ class Alone(Training):
 
     def clip(self) -> None:
         """See :class:`Training`."""
-        if self.case.clipping != "none":
-            groups = (
-                self.optimizer.param_groups if self.case.clipping == "master" else [{"params": self.model.parameters()}]
-            )
+        way = self.case.clipping
+        if way == "value":
+            nn.utils.clip_grad_value_(self.model.parameters(), LARGEST)
+        elif way != "none":
+            groups = self.optimizer.param_groups if way == "master" else [{"params": self.model.parameters()}]
             clipped = [p for group in groups for p in group["params"]]
-            self.record.norms.append(float(nn.utils.clip_grad_norm_(clipped, LIMIT)))
+            limit, order = (LARGEST, math.inf) if way == "largest" else (LIMIT, 2.0)
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(clipped, limit, order)))
 
     @torch.no_grad()
     def write_buffers(self, step: int) -> None:

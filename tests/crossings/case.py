@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "compiled": (False, True),
     "delayed": (False, True),
     "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lamb", "novograd", "muon"),
-    "clipping": ("none", "master", "torch", "total"),
+    "clipping": ("none", "master", "torch", "total", "largest", "value"),
     "passes": (1, 2),
     "counted_passes": (False, True),
     "host_collectives": (False, True),
@@ -102,6 +102,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 #: What happens between two steps: methods of ``Training``. ``resume…`` and ``reshape`` go to another topology of as many ranks.
 EVENTS = (
     "evaluate",
+    "evaluate_within",
     "freeze",
     "double_batch",
     "shorten_samples",
@@ -124,6 +125,9 @@ EVENTS = (
     "rest_block",
 )
 
+#: Those that many cases cannot have, and the others have instead.
+_SELDOM = ("evaluate_within", "freeze", "leave_pass_out")
+
 #: Those that go to another topology.
 MOVES = ("resume_partial", "resume_full", "resume_async", "reshape")
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
@@ -138,6 +142,8 @@ _OF_SEQUENCES = ("flexible", "ranges")
 _OF_TENSORS = ("lamb", "novograd", "muon")
 #: Of these, those that know no tensors but the parameters, of which distributed forms of a model may have others.
 _OF_PARAMETERS = ("lamb", "novograd")
+#: Events that are left out by those models that generate.
+_GENERATES_INSTEAD = ("evaluate", "double_batch", "lower_rate", "scale_gradients", "scale_clipped", "drop_gradients")
 STEPS = 5
 
 
@@ -250,14 +256,18 @@ class Case:
         return any(tp > 1 or sdp > 1 for _, _, tp, sdp, _ in degrees)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether the job is a pipeline at any time."""
+        return any(TOPOLOGIES[name][1] > 1 for name in self._topologies(*MOVES))
+
+    @property
     def is_placed_untraced(self) -> bool:
         """Whether stages are chosen without knowing what a step reads.
 
         Late parameters have no values. The tracing step cannot follow a model whose samples decide which modules run.
         """
-        has_stages = any(TOPOLOGIES[name][1] > 1 for name in self._topologies(*MOVES))
         samples_decide = NETS[self.net].branches or self.net == "mixtral"
-        return has_stages and (self.manual or (self.delayed and samples_decide))
+        return self.has_stages and (self.manual or (self.delayed and samples_decide))
 
     @property
     def is_half(self) -> bool:
@@ -324,6 +334,11 @@ class Case:
         return cls(**{**values, "events": events})
 
 
+def balanced(seed: int | str, name: str, number: int, choices: Sequence[Any]) -> Any:
+    """Return the value of a case on an axis of many values: each comes once among as many cases in a row as it has values."""
+    return random.Random(f"{seed}/{name}").sample(choices, len(choices))[number % len(choices)]
+
+
 def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -> Case:
     """Draw the case of that number in a row of cases; the same for the same seed.
 
@@ -331,20 +346,21 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         given: values of axes that are not drawn.
     """
     chance = random.Random(f"{seed}/{number}")
-    values = {name: chance.choice(choices) for name, choices in AXES.items()} | dict(given or {})
+    values = {name: chance.choice(choices) for name, choices in AXES.items()}
+    values |= {name: balanced(seed, name, number, AXES[name]) for name in ("topology", "net")} | dict(given or {})
     if values["net"] in _OF_SEQUENCES and "topology" not in (given or {}):
         values["topology"] = chance.choice(list(CONTEXT))
     if chance.random() < 0.4 and "precision" not in (given or {}):  # most faults are silent where nothing is rounded
         values["precision"] = "float64"
     if chance.random() < 0.6:  # it takes longer than all the rest of a case
         values["compiled"] = False
+    if chance.random() < 0.6 and "recorded" not in (given or {}):  # it takes as long as the rest, and only listens
+        values["recorded"] = False
     if values["precision"] in ("autocast", "bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
         values["optimizer"] = chance.choice(_ROUNDABLE)
     if values["net"] == "normed" and values["precision"] in ("autocast", "bf16", "fp16"):
         values["precision"] = "float32"  # its power iteration carries roundings from step to step
     world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
-    if pp == 1:
-        values |= {"schedule": "interleaved", "fast_mode": True, "step_program": False}
     if pp > 1 and values["microbatches"] == 1:
         values["microbatches"] = 4
     if values["optimizer"] in _OF_TENSORS and values["net"] == "images":
@@ -374,6 +390,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
     values["packed"] = values["packed"] and NETS[values["net"]].packs
     events = _events(chance, values)
     case = Case(**values, events=events)
+    if not case.has_stages:
+        case = dataclasses.replace(case, schedule="interleaved", fast_mode=True, step_program=False)
     if case.shares_sequences_out:
         case = dataclasses.replace(case, compiled=False, prescaled=case.prescaled or case.divides_layers)
     if case.use == "penalty" and (case.shares_sequences_out or case.divides_parameters or case.is_placed_untraced):
@@ -390,7 +408,7 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
     world = TOPOLOGIES[topology][0]
     others = [name for name, (ranks, *_) in TOPOLOGIES.items() if ranks == world]
     for step in sorted(chance.choices(range(STEPS), k=chance.choice((0, 1, 2, 3)))):
-        kind = chance.choice(EVENTS)
+        kind = chance.choice((*EVENTS, *_SELDOM))
         if kind == "shorten_samples" and not NETS[values["net"]].varies:
             kind = "double_batch"
         if kind == "freeze" and values["begins_frozen"]:
@@ -401,12 +419,14 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "drop_gradients"  # a step that failed has changed them all the same
         # Few models can: those that can do it in place of other events too.
         generates = values["precision"] in ("float64", "float32") and NETS[values["net"]].generates
-        if generates and kind in ("evaluate", "double_batch", "lower_rate", "scale_gradients"):
+        if generates and kind in _GENERATES_INSTEAD:
             kind = "generate"
         if kind == "generate" and not generates:
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
+        if kind == "evaluate_within" and values["passes"] == 1:
+            kind = "swap_weights"
         moves = kind in MOVES
         is_unplaced = step == 0 or any(event.step == step and event.goes_to for event in found)
         if is_unplaced and (moves or kind == "swap_weights"):

@@ -17,6 +17,7 @@ import click
 import torch
 from crossings.case import AXES, Case, draw
 from crossings.outcome import AnyCase, Outcome, Runner
+from crossings.reports import commit_of_this, ledger, read_reports, shares
 from crossings.shrinking import shrink
 from crossings.version2_case import AXES as VERSION2_AXES
 from crossings.version2_case import Version2Case, draw_version2
@@ -43,7 +44,7 @@ def main() -> None:
 def run(seed: str, count: int, only: tuple[str, ...], first: int, out: Path | None) -> None:
     """Run cases; a fault is shrunk, and makes the exit code 1."""
     given = dict(map(_read_value, only))
-    seed = " ".join((seed, *only))
+    seed, commit = " ".join((seed, *only)), commit_of_this()
     done = _read(out, seed) if out is not None else {}
     kinds = Counter(str(line["kind"]) for line in done.values())
     reasons = Counter(str(line["detail"]) for line in done.values() if line["kind"] == "refused")
@@ -58,15 +59,40 @@ def run(seed: str, count: int, only: tuple[str, ...], first: int, out: Path | No
                 reasons[outcome.detail] += 1
             if outcome.is_fault:
                 _tell(number, case, outcome)
-                smaller = shrink(case, lambda other, kind=outcome.kind: runner.run(other).kind == kind)  # type: ignore[misc]
-                click.echo(f"  smaller: make test-crossings CASE='{smaller.to_json()}'")
+                _shrink(runner, case, outcome)
             if out is not None:
                 with out.open("a", encoding="utf-8") as report:
-                    report.write(json.dumps({"seed": seed, **outcome.to_line(number, case)}) + "\n")
+                    report.write(json.dumps({"commit": commit, "seed": seed, **outcome.to_line(number, case)}) + "\n")
     click.echo(f"seed {seed}, cases {first} to {first + count - 1}: {dict(kinds)}")
     for reason, times in reasons.most_common():
         click.echo(f"  refused {times} times: {reason}")
     sys.exit(any(Outcome(kind, "", 0.0).is_fault for kind in kinds))
+
+
+def _shrink(runner: Runner, case: AnyCase, outcome: Outcome) -> None:
+    """Print the smallest case with the same fault; for one that depends on chance, or on what ran before it, there is none."""
+    if outcome.kind != "unsteady":
+        smaller = shrink(case, lambda other: runner.run_once(other).kind == outcome.kind)
+        click.echo(f"  smaller: make test-crossings CASE='{smaller.to_json()}'")
+
+
+@main.command("ledger")
+@click.argument("reports", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+def tell_ledger(reports: tuple[Path, ...]) -> None:
+    """Print what became of the cases in reports of `run`, as a table: a row for each commit and seed."""
+    click.echo("\n".join(ledger(read_reports(reports))))
+
+
+@main.command("shares")
+@click.option("--seed", default="1", help="of the draw")
+@click.option("--count", default=2000, help="cases, which are drawn and not run")
+@click.option("--below", default=100.0, help="percent: print only values that fewer cases have")
+def tell_shares(seed: str, count: int, below: float) -> None:
+    """Print the share of cases that have each value of an axis and each event; the rarest first."""
+    found = shares([_draw(seed, number, {}) for number in range(count)])
+    for what, share in sorted(found, key=lambda each: each[1]):
+        if 100 * share < below:
+            click.echo(f"{100 * share:5.1f} % {what}")
 
 
 @main.command()

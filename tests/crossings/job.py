@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from crossings.case import Case
 from crossings.training import (
+    LARGEST,
     LIMIT,
     SCALE,
     SEED,
@@ -160,6 +163,11 @@ class Job(Training):
             norm = nn.utils.get_total_norm(gradients)
             nn.utils.clip_grads_with_norm_(self.model.parameters(), LIMIT, norm)
             self.record.norms.append(float(norm))
+        elif self.case.clipping == "largest":
+            largest = nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST, math.inf)
+            self.record.norms.append(float(largest))
+        elif self.case.clipping == "value":
+            nn.utils.clip_grad_value_(self.model.parameters(), LARGEST)
 
     def resume_partial(self, step: int, *, partial: bool = True) -> None:
         """Save, leave the job, and go on in another with other degrees and other first weights."""
@@ -244,4 +252,7 @@ def train_case(text: str, folder: str) -> Record:
     Args:
         text: of :meth:`Case.to_json`.
     """
-    return Job(Case.from_json(text), folder).run()
+    began = time.process_time()
+    found = Job(Case.from_json(text), folder).run()
+    found.processor_seconds = time.process_time() - began
+    return found

@@ -308,7 +308,7 @@ def main() -> None:
 @main.command()
 @click.option("--only", multiple=True, help="id of a mutant; default: all")
 @click.option(
-    "--seed", default="115", help="of the cases; this one has more pairs of values among its first 120 than 198 others"
+    "--seed", default="124", help="of the cases; this one has more pairs of values among its first 120 than 198 others"
 )
 @click.option("--count", default=120, help="cases")
 @click.option(
@@ -347,7 +347,7 @@ def run(only: tuple[str, ...], seed: str, count: int, most: int | None, out: Pat
 @click.option("--answers", type=int)
 def serve(answers: int) -> None:
     """Run the cases that standard input gives, one after the other."""
-    with Runner() as runner, os.fdopen(answers, "w", encoding="utf-8") as told:
+    with Runner(repeats=False) as runner, os.fdopen(answers, "w", encoding="utf-8") as told:
 
         def tell(found: dict[str, Any]) -> None:
             told.write(json.dumps(found) + "\n")

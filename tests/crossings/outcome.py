@@ -48,18 +48,24 @@ _UPDATES = 0.2
 _ROUNDING = {"autocast": 0.0, "bf16": 2**-8, "fp16": 2**-11}
 
 
+#: Of so many cases that are equal, one is repeated in fresh processes: ranks run one case after the other.
+_REPEATED = 20
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a case ended.
 
     Attributes:
-        kind: ``equal``, ``refused``, ``wrong``, ``error`` or ``hang``.
+        kind: ``equal``, ``refused``, ``wrong``, ``error`` or ``hang``; ``unsteady`` if it ended otherwise in fresh processes.
         detail: the reason of a refusal, the first difference, or the error.
+        processor_seconds: of all ranks and of the one process; 0 if a rank has failed.
     """
 
     kind: str
     detail: str
     seconds: float
+    processor_seconds: float = 0.0
 
     @property
     def is_fault(self) -> bool:
@@ -68,20 +74,33 @@ class Outcome:
 
     def to_line(self, number: int, case: AnyCase) -> dict[str, object]:
         """A line of a report."""
-        told = {"number": number, "kind": self.kind, "detail": self.detail, "seconds": round(self.seconds, 2)}
-        return {**told, "case": json.loads(case.to_json())}
+        seconds = {"seconds": round(self.seconds, 2), "processor_seconds": round(self.processor_seconds, 2)}
+        return {
+            "number": number,
+            "kind": self.kind,
+            "detail": self.detail,
+            **seconds,
+            "case": json.loads(case.to_json()),
+        }
 
 
 class Runner:
     """Runs cases in a pool of ranks, which a fault ends.
 
+    Each fault, and one of 20 equal cases, is repeated in a fresh pool: what one case leaves behind in a rank could make the next
+    one fail, or pass.
+
     Args:
         ranks: runs a function on ranks, as :meth:`RankPool.run` does; default: those of a pool of its own.
+        repeats: whether to repeat cases; never with given ranks.
     """
 
-    def __init__(self, ranks: Callable[..., list[Record]] | None = None) -> None:
+    def __init__(self, ranks: Callable[..., list[Record]] | None = None, *, repeats: bool = True) -> None:
         self._ranks = ranks
+        self._repeats = repeats and ranks is None
         self._pool: RankPool | None = None
+        self._equal = 0
+        self._has_run = False  # in the pool of now
 
     def __enter__(self) -> Runner:
         return self
@@ -93,6 +112,7 @@ class Runner:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+        self._has_run = False
 
     def _run(self, *args: Any) -> list[Record]:
         if self._ranks is not None:
@@ -103,8 +123,23 @@ class Runner:
         return self._pool.run(*args, init=False)
 
     def run(self, case: AnyCase) -> Outcome:
+        """Train the case both ways, and compare; a second time in fresh processes where it may depend on what ran before."""
+        was_fresh = not self._has_run
+        outcome = self.run_once(case)
+        self._equal += outcome.kind == "equal"
+        is_due = outcome.is_fault or (outcome.kind == "equal" and self._equal % _REPEATED == 0)
+        if was_fresh or not (self._repeats and is_due):
+            return outcome
+        self._close()
+        again = self.run_once(case)
+        if again.kind == outcome.kind:
+            return outcome
+        detail = f"{outcome.kind} after other cases, {again.kind} in fresh processes\n{outcome.detail}\n{again.detail}"
+        return Outcome("unsteady", detail, outcome.seconds + again.seconds)
+
+    def run_once(self, case: AnyCase) -> Outcome:
         """Train the case both ways, and compare."""
-        begin = time.monotonic()
+        begin, own = time.monotonic(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 train = train_version2_case if isinstance(case, Version2Case) else train_case
@@ -113,8 +148,12 @@ class Runner:
                 self._close()
                 kind, detail = _judge(str(error))
                 return Outcome(kind, detail, time.monotonic() - begin)
+        self._has_run = True
         found = compare(case, _train_alone(case, records[0]), records)
-        return Outcome("wrong" if found else "equal", found, time.monotonic() - begin)
+        if found:
+            self._close()
+        used = time.process_time() - own + sum(record.processor_seconds for record in records)
+        return Outcome("wrong" if found else "equal", found, time.monotonic() - begin, used)
 
 
 def _train_alone(case: AnyCase, first: Record) -> Record:

@@ -15,6 +15,8 @@ from support.models.models import part
 from torch import nn
 
 LIMIT, SCALE, SEED = 0.05, 256.0, 7
+#: Of single elements of gradients.
+LARGEST = 0.005
 #: The step before which a later group of parameters is added.
 LATE = 2
 
@@ -32,6 +34,7 @@ class Record:
         parameters: the names of those that are trained.
         exact: the names of those whose float32 weights are in ``last``, not the rounded ones that the model has.
         stale: the names of those whose rounded weights are not these.
+        processor_seconds: of this process, all threads, from the beginning of the case.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -42,6 +45,7 @@ class Record:
     parameters: set[str] = field(default_factory=set)
     exact: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
+    processor_seconds: float = 0.0
 
 
 def mark_biases(module: nn.Module) -> None:
@@ -127,6 +131,7 @@ class Training:
         """Take back what an event has changed for one step."""
         self.size, self.length, self.passes = BATCH, LENGTH, self.case.passes
         self.gradient_factor, self.clipped_factor, self.drops_gradients, self.first_gradient = 1.0, 1.0, False, 0.0
+        self.evaluates_within = False
 
     def run(self) -> Record:
         """All steps with their events."""
@@ -147,6 +152,8 @@ class Training:
             for number in range(self.passes):
                 with self.accumulating(is_last=number == self.passes - 1):
                     whole.append(self.backward(part(batch, number, self.case.passes)))
+                if self.evaluates_within and number == 0:
+                    self.evaluate(step)
             self.record.losses.append(sum(whole) / len(whole))
             self.update()
         self.record.last = self.weights()
@@ -322,6 +329,10 @@ class Training:
             self.record.scores.append(self.score(self.batch(99)))
         self.model.train()
         self.is_resting = False
+
+    def evaluate_within(self, step: int) -> None:
+        """The script evaluates behind the first pass of the next update, whose gradients wait for the others."""
+        self.evaluates_within = True
 
     def rest_block(self, step: int) -> None:
         """The first block is in evaluation mode until the model is in training mode again."""

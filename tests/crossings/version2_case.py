@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from crossings.case import STEPS, Event
+from crossings.case import STEPS, Event, balanced
 from crossings.version2_nets import VERSION2_NETS
 
 #: Ranks, and the degrees of hybrid sharding, tensor and expert parallelism.
@@ -60,6 +60,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 #: What happens between two steps; ``resume…`` may go to another topology of as many ranks.
 EVENTS = (
     "evaluate",
+    "evaluate_within",
     "double_batch",
     "shorten_samples",
     "resume_full",
@@ -78,6 +79,8 @@ EVENTS = (
     "write_buffers",
 )
 
+#: Those that many cases cannot have, and the others have instead.
+_SELDOM = ("resume_local", "leave_pass_out", "evaluate_within", "summon_weights")
 #: Models that :class:`DelayedParamIniter` creates without the script's help.
 _DRAWN_LATE = ("perceptron", "skips", "recurrent", "gpt2", "llama", "vit", "mixtral", "neox")
 #: Mixtures of experts that ranks can share out.
@@ -198,9 +201,13 @@ def draw_version2(seed: int | str, number: int, given: Mapping[str, Any] | None 
         given: values of axes that are not drawn.
     """
     chance = random.Random(f"version 2/{seed}/{number}")
-    values = {name: chance.choice(choices) for name, choices in AXES.items()} | dict(given or {})
+    values = {name: chance.choice(choices) for name, choices in AXES.items()}
+    values["net"] = balanced(seed, "net", number, AXES["net"])
+    values["topology"] = balanced(seed, "topology", number // 4, AXES["topology"])
+    values |= dict(given or {})
     if chance.random() < 0.4 and "precision" not in (given or {}):  # most faults are silent where nothing is rounded
         values["precision"] = "float64"
+    _draw_what_is_seldom(chance, values, given or {})
     if TOPOLOGIES[values["topology"]][3] > 1 and values["net"] not in _MIXTURES:
         values["net"] = chance.choice(_MIXTURES)
     if TOPOLOGIES[values["topology"]][3] > 2 and values["net"] == "mixtral":  # it has two experts
@@ -210,6 +217,23 @@ def draw_version2(seed: int | str, number: int, given: Mapping[str, Any] | None 
     return _fit(dataclasses.replace(case, events=events))
 
 
+def _draw_what_is_seldom(chance: random.Random, values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Draw values more often that many cases cannot have, where they can; and mixtures less often, which shared experts need."""
+    if TOPOLOGIES[values["topology"]][3] > 1 and "topology" not in given and chance.random() < 0.4:
+        values["topology"] = chance.choice(AXES["topology"])
+    _, shard, tp, ep = TOPOLOGIES[values["topology"]]
+    is_wrapped = values["shards_by"] == "wrapper"
+    is_mixture = values["net"] in _MIXTURES and ep == 1
+    others = [
+        ("net", is_mixture, [name for name in AXES["net"] if name not in _MIXTURES]),
+        ("optimizer", not is_wrapped and tp == 1 and values["optimizer"] == "adamw", ["muon"]),
+        ("strategy", is_wrapped and shard > 1 and values["strategy"] == "script", AXES["strategy"][2:]),
+    ]
+    for name, is_possible, choices in others:
+        if is_possible and name not in given and chance.random() < 0.7:
+            values[name] = chance.choice(choices)
+
+
 def _draw_events(chance: random.Random, case: Version2Case) -> tuple[Event, ...]:
     found: list[Event] = []
     topology = case.topology
@@ -217,9 +241,13 @@ def _draw_events(chance: random.Random, case: Version2Case) -> tuple[Event, ...]
     # those of weight decay then count, and Adam has made a step.
     first = 1 if case.shards_by == "function" else 0
     for step in sorted(chance.choices(range(first, STEPS), k=chance.choice((0, 1, 2, 3)))):
-        kind, goes_to = chance.choice(EVENTS), ""
+        kind, goes_to = chance.choice((*EVENTS, *_SELDOM)), ""
+        if case.net in _MIXTURES and chance.random() < 0.3:
+            kind = chance.choice(("resume_sharded", "resume_async"))
         if kind.startswith("resume"):
-            goes_to = topology = chance.choice(_fitting(kind, topology, case))
+            fitting = _fitting(kind, topology, case)
+            elsewhere = [name for name in fitting if TOPOLOGIES[name][3] != TOPOLOGIES[topology][3]]
+            goes_to = topology = chance.choice(elsewhere if elsewhere and chance.random() < 0.6 else fitting)
         found.append(Event(step, kind, goes_to))
     return tuple(found)
 
@@ -326,6 +354,8 @@ def _fit_event(event: Event, case: Version2Case) -> str:
         return "evaluate"  # a step that failed has changed them all the same
     if kind == "leave_pass_out" and case.passes == 1:
         return "scale_gradients"
+    if kind == "evaluate_within" and case.passes == 1:
+        return "lower_rate"
     if kind == "drop_gradients" and case.joined and case.units == "root":
         return "scale_gradients"
     if case.shards_by == "function" and kind == "summon_weights":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,8 +395,11 @@ def train_version2_case(text: str, folder: str) -> Record:
     """
     import torch.sagemaker as tsm
 
+    began = time.process_time()
     try:
-        return Version2Job(Version2Case.from_json(text), folder).run()
+        found = Version2Job(Version2Case.from_json(text), folder).run()
+        found.processor_seconds = time.process_time() - began
+        return found
     finally:
         tsm.shutdown()
 
