@@ -15,12 +15,12 @@ from pathlib import Path
 
 import click
 import torch
-from crossings.case import AXES, Case, draw
-from crossings.outcome import AnyCase, Outcome, Runner
+from crossings.case import AXES, draw
+from crossings.outcome import AnyCase, Outcome, Runner, read_case
 from crossings.reports import commit_of_this, ledger, read_reports, shares
 from crossings.shrinking import shrink
 from crossings.version2_case import AXES as VERSION2_AXES
-from crossings.version2_case import Version2Case, draw_version2
+from crossings.version2_case import draw_version2
 
 #: Of so many cases one is of version 2.
 _EVERY = 4
@@ -100,8 +100,7 @@ def tell_shares(seed: str, count: int, below: float) -> None:
 def case(text: str) -> None:
     """Run one case, given as JSON."""
     with Runner() as runner:
-        is_version_2 = json.loads(text).get("version") == 2
-        given: AnyCase = Version2Case.from_json(text) if is_version_2 else Case.from_json(text)
+        given = read_case(text)
         outcome = runner.run(given)
         _tell(0, given, outcome)
     sys.exit(outcome.is_fault)

@@ -1,6 +1,7 @@
 """Seeded mutants of the runtime, each against the same drawn cases until one finds it: ``make test-mutants``.
 
-A mutant is one mistake in one file (``mutants.json``). It runs in a copy of the runtime, in processes of its own.
+A mutant is one mistake in one file (``mutants.json``). Where only functions differ, their code is replaced in ranks that are forked
+from a process which has imported the runtime. Any other one runs in a copy of the runtime, in its own processes (:class:`Trial`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from crossings.case import TOPOLOGIES, Case, draw
-from crossings.outcome import Outcome, Runner
+from crossings.outcome import AnyCase, Outcome, Runner, read_case
+from crossings.patching import can_patch, patch, patch_rank
+from crossings.version2_case import Version2Case, draw_version2
+
+if TYPE_CHECKING:
+    from support.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "container"
@@ -34,6 +40,8 @@ LIST = Path(__file__).with_name("mutants.json")
 
 #: Seconds for one case. The pool of ranks gives up after 60.
 _DEADLINE = 90.0
+#: The same of one that is put into ranks: they give up then unless they compute.
+_PATIENCE = 30.0
 #: Seconds until the processes of a mutant have imported it.
 _START = 180.0
 #: Of all mutants, how many must be caught.
@@ -49,12 +57,13 @@ class Mutant:
     """One mistake.
 
     Attributes:
-        file: below ``container/smp_runtime``.
+        file: below ``container/smp_runtime``, or a package of version 2 below ``container``.
         old: text that the file has once.
         new: what stands there instead.
         kind: of mistake, in a few words.
         breaks: what goes wrong.
         first: words of the cases that should be tried first, see :func:`words_of`.
+        version: of the cases.
     """
 
     id: str
@@ -64,11 +73,17 @@ class Mutant:
     kind: str
     breaks: str
     first: tuple[str, ...] = ()
+    version: int = 1
+
+    @property
+    def place(self) -> str:
+        """Return the file, below ``container``."""
+        return self.file if self.file.startswith(("smp_version2", "torch_sagemaker")) else f"smp_runtime/{self.file}"
 
     @property
     def path(self) -> Path:
         """Return the file in this checkout."""
-        return CONTAINER / "smp_runtime" / self.file
+        return CONTAINER / self.place
 
     def text(self) -> str:
         """Return the mutated file.
@@ -91,8 +106,13 @@ def read_mutants() -> list[Mutant]:
     return [Mutant(**{**each, "first": tuple(each["first"])}) for each in json.loads(LIST.read_text(encoding="utf-8"))]
 
 
-def words_of(case: Case) -> set[str]:
+def words_of(case: AnyCase) -> set[str]:
     """Return what a case has, in words that a mutant may ask for: values, ``True`` axes, events, and kinds of parallelism."""
+    if isinstance(case, Version2Case):
+        texts = {value for value in asdict(case).values() if isinstance(value, str)}
+        has_shards = any(shard > 1 for _, shard, _, _ in case.degrees)
+        facts = {"tp": case.splits, "ep": case.shares_experts, "sdp": has_shards, "stateful": case.optimizer != "sgd"}
+        return texts | {event.kind for event in case.events} | {name for name, holds in facts.items() if holds}
     found = {case.topology, case.net, case.precision, case.optimizer, case.checkpointing, case.schedule, case.optimize}
     found |= {event.kind for event in case.events}
     found |= {name for name, value in asdict(case).items() if value is True}
@@ -118,13 +138,14 @@ def words_of(case: Case) -> set[str]:
     return found | {name for name, holds in facts.items() if holds}
 
 
-def in_order(cases: Sequence[Case], first: Sequence[str]) -> list[int]:
+def in_order(cases: Sequence[AnyCase], first: Sequence[str]) -> list[int]:
     """Return the numbers of all cases: those with most of the words first, and of these the quick ones in high precision."""
 
     def key(number: int) -> tuple[int, bool, bool, int, int]:
         case = cases[number]
         missing = len(set(first) - words_of(case))
-        return missing, case.precision != "float64", case.compiled, case.world, number
+        is_compiled = isinstance(case, Case) and case.compiled
+        return missing, case.precision != "float64", is_compiled, case.world, number
 
     return sorted(range(len(cases)), key=key)
 
@@ -136,7 +157,7 @@ def mutated(mutant: Mutant | None) -> Iterator[Path]:
         folder = Path(name)
         shutil.copytree(CONTAINER, folder / "container", symlinks=True)  # with times, so that what is compiled counts
         if mutant is not None:
-            file = folder / "container" / "smp_runtime" / mutant.file
+            file = folder / "container" / mutant.place
             file.write_text(mutant.text(), encoding="utf-8")
             shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
         (folder / "tmp").mkdir()
@@ -173,7 +194,7 @@ class Trial:
             self.close()
             raise NotAMutantError(f"the copy in {folder.name} does not start: {said}")
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: AnyCase) -> Outcome:
         """Run a case; one without an outcome in time is a hang."""
         begin = time.monotonic()
         assert self._process.stdin is not None
@@ -212,39 +233,59 @@ class Trial:
         return self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
 
 
+class Patched:
+    """Ranks that have imported the runtime, with a mutant's functions in place of its own; the same here, where one process trains.
+
+    Args:
+        mutant: default: the runtime as it is.
+    """
+
+    def __init__(self, mutant: Mutant | None) -> None:
+        self._given = None if mutant is None else (str(mutant.path), mutant.text())
+        self._undo = None if self._given is None else patch(*self._given)
+        self._runner = Runner(repeats=False, prepare=self._prepare, timeout=_PATIENCE)
+
+    def _prepare(self, pool: RankPool) -> None:
+        if self._given is not None:
+            pool.run(patch_rank, pool.size, *self._given, init=False)
+
+    def run(self, case: AnyCase) -> Outcome:
+        """Run a case."""
+        return self._runner.run(case)
+
+    def close(self) -> None:
+        """End the ranks, and take the mutant back."""
+        self._runner.__exit__()
+        if self._undo is not None:
+            self._undo()
+
+
 @contextlib.contextmanager
-def trial_of(mutant: Mutant | None) -> Iterator[Trial]:
-    """Give the processes of a mutant; of the runtime as it is without one."""
-    with mutated(mutant) as folder:
-        trial = Trial(folder)
-        try:
-            yield trial
-        finally:
-            trial.close()
+def trial_of(mutant: Mutant | None) -> Iterator[Patched | Trial]:
+    """Give what runs cases with a mutant; with the runtime as it is without one."""
+    with contextlib.ExitStack() as ending:
+        trial: Patched | Trial
+        if mutant is None or can_patch(mutant.path.read_text(encoding="utf-8"), mutant.text()):
+            trial = Patched(mutant)
+        else:
+            trial = Trial(ending.enter_context(mutated(mutant)))
+        ending.callback(trial.close)
+        yield trial
 
 
 class Unchanged:
     """The outcomes of cases with the runtime as it is, of which only those count that it passes."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
-        self._cases = cases
-        self._ending = contextlib.ExitStack()
-        self._trial: Trial | None = None
-        self._kinds: dict[int, str] = {}
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}
 
-    def __enter__(self) -> Unchanged:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.close()
-
-    def kind_of(self, number: int) -> str:
+    def kind_of(self, case: AnyCase) -> str:
         """Return the kind of a case's outcome."""
-        if number not in self._kinds:
-            if self._trial is None:
-                self._trial = self._ending.enter_context(trial_of(None))
-            self._kinds[number] = self._trial.run(self._cases[number]).kind
-        return self._kinds[number]
+        name = case.to_json()
+        if name not in self._kinds:
+            with trial_of(None) as trial:
+                self._kinds[name] = trial.run(case).kind
+        return self._kinds[name]
 
 
 @dataclass(frozen=True)
@@ -271,11 +312,11 @@ class Verdict:
         return self.number >= 0
 
 
-def judge(mutant: Mutant, cases: Sequence[Case], kind_of: Callable[[int], str], most: int) -> Verdict:
+def judge(mutant: Mutant, cases: Sequence[AnyCase], kind_of: Callable[[AnyCase], str], most: int) -> Verdict:
     """Run cases until one has another outcome than the runtime as it is, which passes it or refuses it by name.
 
     Args:
-        kind_of: of a case's outcome without the mutant, by its number.
+        kind_of: of a case's outcome without the mutant.
         most: cases to run.
     """
     begin, tried = time.monotonic(), 0
@@ -290,7 +331,7 @@ def judge(mutant: Mutant, cases: Sequence[Case], kind_of: Callable[[int], str], 
                 tried += 1
                 if outcome.kind == "equal":
                     continue
-                before = kind_of(number)
+                before = kind_of(cases[number])
                 if before in ("equal", "refused") and outcome.kind != before:
                     return verdict(outcome.kind, number, outcome.detail)
     except NotAMutantError as error:
@@ -322,18 +363,22 @@ def run(only: tuple[str, ...], seed: str, count: int, most: int | None, out: Pat
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes and folders go
     mutants = [mutant for mutant in read_mutants() if not only or mutant.id in only]
     digests = {mutant.id: mutant.digest() for mutant in mutants}  # says at once which do not fit the code
-    cases = [draw(seed, number) for number in range(count)]
+    cases: dict[int, list[AnyCase]] = {
+        1: [draw(seed, number) for number in range(count)],
+        2: [draw_version2(seed, number) for number in range(count)],
+    }
     compileall.compile_dir(CONTAINER, quiet=2)
     verdicts = _read(out, seed, count, digests)
-    with Unchanged(cases) as unchanged:
-        for mutant in mutants:
-            if mutant.id not in verdicts:
-                verdicts[mutant.id] = found = judge(mutant, cases, unchanged.kind_of, most or count)
-                _tell(mutant, found)
-                if out is not None and (found.is_caught or not most):
-                    line = {"seed": seed, "count": count, "digest": digests[mutant.id], **asdict(found)}
-                    with out.open("a", encoding="utf-8") as report:
-                        report.write(json.dumps(line) + "\n")
+    unchanged = Unchanged()
+    for mutant in mutants:
+        if mutant.id not in verdicts:
+            chosen = cases[mutant.version]
+            verdicts[mutant.id] = found = judge(mutant, chosen, unchanged.kind_of, most or count)
+            _tell(mutant, found)
+            if out is not None and (found.is_caught or not most):
+                line = {"seed": seed, "count": count, "digest": digests[mutant.id], **asdict(found)}
+                with out.open("a", encoding="utf-8") as report:
+                    report.write(json.dumps(line) + "\n")
     caught = [verdict for verdict in verdicts.values() if verdict.is_caught]
     needed = statistics.median(verdict.cases for verdict in caught) if caught else 0
     click.echo(f"{len(caught)} of {len(verdicts)} caught, half of them by {needed:g} cases or fewer")
@@ -355,7 +400,7 @@ def serve(answers: int) -> None:
 
         tell({"paths": [_home(), *runner._run(_home, 1)]})
         for line in sys.stdin:
-            tell(asdict(runner.run(Case.from_json(line))))
+            tell(asdict(runner.run(read_case(line))))
 
 
 def _home() -> str:

@@ -52,6 +52,12 @@ _ROUNDING = {"autocast": 0.0, "bf16": 2**-8, "fp16": 2**-11}
 _REPEATED = 20
 
 
+def read_case(text: str) -> AnyCase:
+    """Return the case of a line of JSON."""
+    is_version_2 = json.loads(text).get("version") == 2
+    return Version2Case.from_json(text) if is_version_2 else Case.from_json(text)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a case ended.
@@ -93,10 +99,21 @@ class Runner:
     Args:
         ranks: runs a function on ranks, as :meth:`RankPool.run` does; default: those of a pool of its own.
         repeats: whether to repeat cases; never with given ranks.
+        prepare: what to do with each new pool, before it runs the first case.
+        timeout: seconds for a case, unless its ranks compute; with a pool of its own.
     """
 
-    def __init__(self, ranks: Callable[..., list[Record]] | None = None, *, repeats: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Callable[..., list[Record]] | None = None,
+        *,
+        repeats: bool = True,
+        prepare: Callable[[RankPool], object] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._timeout = timeout
         self._ranks = ranks
+        self._prepare = prepare
         self._repeats = repeats and ranks is None
         self._pool: RankPool | None = None
         self._equal = 0
@@ -120,7 +137,9 @@ class Runner:
         if self._pool is None:
             most = max(world for world, *_ in TOPOLOGIES.values())
             self._pool = RankPool(most, imports=["support.ranks.loaded_transformers"])
-        return self._pool.run(*args, init=False)
+            if self._prepare is not None:
+                self._prepare(self._pool)
+        return self._pool.run(*args, init=False, timeout=self._timeout)
 
     def run(self, case: AnyCase) -> Outcome:
         """Train the case both ways, and compare; a second time in fresh processes where it may depend on what ran before."""

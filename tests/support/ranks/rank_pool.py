@@ -67,6 +67,11 @@ class RankPool:
             theirs.close()
             self._ranks.append((process, ours))
 
+    @property
+    def size(self) -> int:
+        """Most ranks that a case can have."""
+        return len(self._ranks)
+
     def run(
         self,
         function: Callable[..., Any],
