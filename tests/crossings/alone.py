@@ -117,4 +117,4 @@ class Alone(Training):
         """One process goes on; replicas have the running statistics of the first."""
         self._statistics.clear()
 
-    resume_full = resume_async = reshape = resume_partial
+    resume_full = resume_async = resume_memory = reshape = resume_partial

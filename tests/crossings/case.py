@@ -109,6 +109,7 @@ EVENTS = (
     "resume_partial",
     "resume_full",
     "resume_async",
+    "resume_memory",
     "reshape",
     "reload_state",
     "change_weights",
@@ -129,7 +130,7 @@ EVENTS = (
 _SELDOM = ("evaluate_within", "freeze", "leave_pass_out")
 
 #: Those that go to another topology.
-MOVES = ("resume_partial", "resume_full", "resume_async", "reshape")
+MOVES = ("resume_partial", "resume_full", "resume_async", "resume_memory", "reshape")
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
 #: Models whose forward pass changes buffers, or parameters that nothing trains.
@@ -143,7 +144,15 @@ _OF_TENSORS = ("lamb", "novograd", "muon")
 #: Of these, those that know no tensors but the parameters, of which distributed forms of a model may have others.
 _OF_PARAMETERS = ("lamb", "novograd")
 #: Events that are left out by those models that generate.
-_GENERATES_INSTEAD = ("evaluate", "double_batch", "lower_rate", "scale_gradients", "scale_clipped", "drop_gradients")
+_GENERATES_INSTEAD = (
+    "evaluate",
+    "double_batch",
+    "lower_rate",
+    "scale_gradients",
+    "scale_clipped",
+    "drop_gradients",
+    "fail",
+)
 STEPS = 5
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from crossings.training import (
     mark_biases,
 )
 from support.models.models import part
+from support.platform.memory_told import told
 from torch import nn
 
 if TYPE_CHECKING:
@@ -197,7 +200,24 @@ class Job(Training):
         smp.barrier()
         self._go_on(step)
 
-    def _go_on(self, step: int, *, partial: bool = True) -> None:
+    def resume_memory(self, step: int) -> None:
+        """The same by what ranks have in shared memory when they are started again, and by no file."""
+        import smdistributed.modelparallel.torch as smp
+
+        place = Path(self._folder, f"memory-{step}")
+        place.mkdir(exist_ok=True)
+        before = dict(os.environ)
+        try:
+            os.environ.update(told(place))
+            assert smp.memory_checkpoint(self.model, self.optimizer, {"step": step})
+            smp.barrier()
+            os.environ.update(told(place, 1))
+            self._go_on(step, from_memory=True)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _go_on(self, step: int, *, partial: bool = True, from_memory: bool = False) -> None:
         """Leave the job, and go on in another from the checkpoint of this step."""
         import smdistributed.modelparallel.torch as smp
 
@@ -208,7 +228,10 @@ class Job(Training):
             self.hold_frozen()
         if self.is_resting:
             self.rest_block(step)
-        smp.resume_from_checkpoint(self._folder, tag=str(step), partial=partial)
+        if from_memory:
+            assert smp.resume_from_checkpoint(f"{self._folder}/no-files")["step"] == step
+        else:
+            smp.resume_from_checkpoint(self._folder, tag=str(step), partial=partial)
 
     def resume_full(self, step: int) -> None:
         """The same by a full checkpoint."""

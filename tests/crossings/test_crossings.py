@@ -22,7 +22,10 @@ from crossings.shrinking import shrink
 from crossings.training import Record
 from crossings.version2_case import Version2Case, draw_version2
 from crossings.version2_events import AloneInVersion2
+from support.ranks import rank_pool
 from support.ranks.rank_pool import MOST_RANKS, RankPool
+
+from smp_launch.watch.states import State
 
 #: Each was wrong once, or has what the others lack; together they have every value of the axes that costs little.
 FIXED = {
@@ -323,13 +326,18 @@ def test_a_difference_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) 
     not os.path.exists("/proc/self/schedstat"), reason="the system does not count who waits for a processor"
 )
 @pytest.mark.parametrize(("does", "wants"), [("while True: pass", True), ("import time; time.sleep(1000)", False)])
-def test_a_case_that_computes_has_more_time_than_one_that_hangs(does: str, wants: bool) -> None:
+def test_a_case_that_computes_has_more_time_than_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, does: str, wants: bool
+) -> None:
     code = f"print(flush=True)\n{does}"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         pool: Any = RankPool.__new__(RankPool)
         pool._ranks = [(process, None)]
+        assert pool._want_processors(1) is wants
+        # Nor is one that waits for a processor all the time, which the system counts later.
+        monkeypatch.setattr(rank_pool, "state_of", lambda pid: State("R"))
         assert pool._want_processors(1) is wants
         process.kill()
 

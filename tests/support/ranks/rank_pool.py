@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -26,8 +27,9 @@ from smp_launch.watch.states import state_of
 
 #: Of the pool that tests share.
 MOST_RANKS = 4
-#: Times of its time limit that a case may take while its ranks want processors, and seconds for which it is seen whether they do.
-_LONGEST, _LOOK_SECONDS = 4.0, 1.0
+#: Times of its time limit that a case may take while its ranks want processors; seconds for which it is seen whether they do, and
+#: looks in these.
+_LONGEST, _LOOK_SECONDS, _LOOKS = 4.0, 1.0, 10
 #: What scripts reach ``smp.init`` by, with all that waits for it.
 _INIT = "smdistributed.modelparallel.torch.session_mod"
 
@@ -130,11 +132,15 @@ class RankPool:
         """Return whether ranks compute, or wait for a processor of a busy machine, most of the time, as those that hang do not."""
         pids = [process.pid for process, _ in self._ranks[:world_size] if process.pid is not None]
         before, began = [state_of(pid) for pid in pids], time.monotonic()
-        time.sleep(_LOOK_SECONDS)
+        runnable = 0
+        for _ in range(_LOOKS):
+            time.sleep(_LOOK_SECONDS / _LOOKS)
+            runnable += any(map(_is_runnable, pids))
         seconds = time.monotonic() - began
         after = [state_of(pid) for pid in pids]
         wanted = sum(b.processor_seconds - a.processor_seconds for a, b in zip(before, after, strict=True))
-        return wanted > seconds / 2
+        # The system counts a wait when it is over, which may be later than this.
+        return wanted > seconds / 2 or runnable > _LOOKS / 2
 
     def __enter__(self) -> RankPool:
         return self
@@ -149,6 +155,15 @@ class RankPool:
             process.kill()
         for process, _ in self._ranks:
             process.join(10)
+
+
+def _is_runnable(pid: int) -> bool:
+    """Return whether a thread of a process runs, or waits for a processor only."""
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if (task / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R":
+                return True
+    return False
 
 
 def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
