@@ -329,6 +329,8 @@ def judge(mutant: Mutant, cases: Sequence[AnyCase], kind_of: Callable[[AnyCase],
             for number in in_order(cases, mutant.first)[:most]:
                 outcome = trial.run(cases[number])
                 tried += 1
+                if outcome.kind == "hang":  # or the machine is busy
+                    outcome = trial.run(cases[number])
                 if outcome.kind == "equal":
                     continue
                 before = kind_of(cases[number])
