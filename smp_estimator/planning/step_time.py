@@ -281,8 +281,13 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
         tokens=batch.tokens,
         context=context,
         update=update,
-        uncertainty=None if rates is None else rates.error(known.gpu, parameters.context_parallel_degree),
+        uncertainty=None if rates is None else _error(request, rates, known.gpu),
     )
+
+
+def _error(request: Request, rates: KernelRates, gpu: str) -> float:
+    """Return the relative error that is to be expected of a step's time."""
+    return rates.error(gpu, request.parameters.context_parallel_degree, is_async=request.workload.async_tensor)
 
 
 def kernels_of(

@@ -23,6 +23,7 @@ class KernelRates:
         links: of the rate of NVLink, PCIe or the network, in collectives.
         uncertainty: the relative error of a step's time that is to be expected.
         uncertainty_of_context: the same if ranks share sequences out.
+        uncertainty_of_async: the same with asynchronous tensor parallelism.
         uncertainty_elsewhere: the same on other GPUs than ``gpus``.
         gpus: on which the parts were measured; none: on the one that is planned.
         sources: of the figures, in words.
@@ -35,6 +36,7 @@ class KernelRates:
     links: float
     uncertainty: float
     uncertainty_of_context: float
+    uncertainty_of_async: float = 0.0
     uncertainty_elsewhere: float = 0.0
     gpus: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -73,14 +75,17 @@ class KernelRates:
             sources=(f"the card of {card.name}", *card.sources[:1], "links and float8: as without it"),
         )
 
-    def error(self, gpu: str, context: int) -> float:
+    def error(self, gpu: str, context: int, *, is_async: bool = False) -> float:
         """Return the relative error of a step's time that is to be expected.
 
         Args:
             gpu: that is planned.
             context: ranks that share a sequence out.
+            is_async: tensor parallelism is asynchronous.
         """
         found = self.uncertainty if context == 1 else self.uncertainty_of_context
+        if is_async:
+            found = max(found, self.uncertainty_of_async)
         return max(found, self.uncertainty_elsewhere) if self.gpus and gpu not in self.gpus else found
 
     def slowed(self, part: float, memory: float = 1.0) -> KernelRates:
