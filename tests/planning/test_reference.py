@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -317,6 +318,33 @@ def test_the_document_shows_these_numbers() -> None:
         shown = f"| {made.total_bytes / 1e9:.1f} | {made.fraction:.0%} | {made.verdict.value} |"
         line = next((line for line in text.splitlines() if line.startswith(f"| {row[0]} |")), "")
         assert line.endswith(shown), f"{DOCUMENT} should end the row of {row[0]} with {shown}, has {line!r}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_the_document_shows_how_smaller_degrees_grow(row: tuple[Any, ...]) -> None:
+    names = {
+        "tp": "tensor_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "sharding": "sharded_data_parallel_degree",
+    }
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith(f"| of {row[0]} |"))
+    shown = re.findall(r"(tp|pp|sharding) (\d+): ([\d.]+) \(([a-z ]+)\)", line)
+    assert len(shown) >= 2
+    for kind, degree, size, verdict in shown:
+        settings: dict[str, Any] = {names[kind]: int(degree)}
+        if kind == "pp":
+            settings["partitions"] = int(degree)
+        if settings == {"tensor_parallel_degree": 1}:
+            settings["prescaled_batch"] = False
+        made = planned(row).changed(settings)
+        assert (size, verdict) == (f"{made.total_bytes / 1e9:.1f}", made.verdict.value), (kind, degree)
+
+
+def test_the_document_shows_the_30b_model_on_fewer_instances() -> None:
+    sizes = [f"{smaller.plan.total_bytes / 1e9:.1f}" for smaller in planned(ROWS[1]).smaller_clusters if smaller.plan]
+    shown = f"30B with tensor parallelism 8 needs {', '.join(sizes[:-1])} and {sizes[-1]} GB per GPU on 8, 4, 2 and 1"
+    assert shown in " ".join(DOCUMENT.read_text(encoding="utf-8").split())
 
 
 @pytest.mark.full

@@ -211,10 +211,10 @@ def stage_activations(
         return StageActivations(kept=layer * layers * in_flight, layers=backward, loss=loss, offloaded=0)
     units = -(-layers // group)
     unit = checkpoint_bytes(shape, cost)
-    again = layer * group
     if workload.activation_checkpointing == SELECTIVE:
-        saved = selective_bytes(shape, cost, compiled=workload.compiled)
-        again, unit = max(0, layer - (saved - unit)), saved
+        unit = min(layer, selective_bytes(shape, cost, compiled=workload.compiled))
+    # What a unit keeps is a part of what it has when it is computed again.
+    again = layer * group - unit
     kept = unit * units * in_flight
     on_gpu = kept
     if horizon is not None:
