@@ -74,13 +74,9 @@ class Epochs:
             ConfigError: fewer tokens than one sample.
         """
         if samples is None:
-            samples = (tokens or 0) // batch.sequence
-            if not samples:
-                raise ConfigError(
-                    f"tokens is {tokens}, less than one sample of {batch.sequence} tokens; give the tokens of the whole data "
-                    "set, or a shorter sequence",
-                    code="SMP110",
-                )
+            tokens = tokens or 0
+            require_one_sample(tokens, batch.sequence)
+            samples = tokens // batch.sequence
         steps, dropped = divmod(samples, batch.global_batch)
         return cls(samples, batch.global_batch, epochs, steps, dropped, tokens, batch.sequence)
 
@@ -120,6 +116,16 @@ class Epochs:
             + (f": half the global batch would update them {half:,} times per epoch" if self.global_batch > 1 else "")
         )
         return said
+
+
+def require_one_sample(tokens: int, sequence: int) -> None:
+    """Raise ConfigError if a data set has fewer tokens than one sample."""
+    if tokens < sequence:
+        raise ConfigError(
+            f"tokens is {tokens}, less than one sample of {sequence} tokens; give the tokens of the whole data set, or a shorter "
+            "sequence",
+            code="SMP110",
+        )
 
 
 def _steps(count: int) -> str:

@@ -161,22 +161,27 @@ class Forecast:
         is_given = script.step_seconds is not None
         return Training(steps, passes, seconds, is_given, each)
 
-    @cached_property
-    def goodput(self) -> Goodput | None:
-        """Return the hours and the price of all steps with failures; None if their number or their time is not known."""
-        training, script, cost = self.training, self.request.workload, self.cost
-        if training is None:
-            return None
-        failures = JobFailures.of_job(
+    @property
+    def failures(self) -> JobFailures:
+        """Return how often the job fails, and what its checkpoints and restarts take."""
+        script = self.request.workload
+        return JobFailures.of_job(
             self.request.world,
             self.worst.state - self.worst.kinds[Kind.GRADIENTS],
             rate=script.failures_per_gpu_hour,
             interval=script.save_interval,
             restart=script.restart_seconds,
         )
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Return the hours and the price of all steps with failures; None if their number or their time is not known."""
+        training, cost = self.training, self.cost
+        if training is None:
+            return None
         price = None if cost is None else cost.usd_per_hour * cost.instance_count
         of_step = None if self.time is None or training.is_given else self.time.uncertainty
-        return goodput(training.seconds, failures, usd_per_hour=price, uncertainty=of_step or 0.0)
+        return goodput(training.seconds, self.failures, usd_per_hour=price, uncertainty=of_step or 0.0)
 
     @property
     def instance(self) -> Instance | None:

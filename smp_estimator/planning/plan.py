@@ -146,4 +146,8 @@ def plan(
         environment=environment,
         workload={"batch": batch, **workload},
     )
-    return Plan.of(request)
+    made = Plan.of(request)
+    if made.training is not None:
+        # Here, as a plan that was made can be shown.
+        made.failures.check_progress()
+    return made

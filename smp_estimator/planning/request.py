@@ -14,6 +14,7 @@ from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import kind_of, suggest
 from smp_config.machine.instances import instance, instances, refuse_neuron
 from smp_config.version2.which_version import refuse_version_2
+from smp_estimator.planning.batches import require_one_sample
 from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape, Weight
@@ -202,6 +203,11 @@ class Workload:
                     code="SMP110",
                 )
 
+    def require_one_sample(self, sequence: int) -> None:
+        """Raise ConfigError if the data set is given in tokens, and has fewer than one sample."""
+        if self.samples is None and self.tokens is not None:
+            require_one_sample(self.tokens, sequence)
+
     def checkpointed_layers(self, layers: int) -> int:
         """Return the number of layers that are recomputed together, 0 if none are.
 
@@ -337,8 +343,10 @@ def request_for(
     described = _workload(script)
     _refuse_two_precisions(described, parameters)
     _refuse_unknown_types(described.prices, instance_type)
+    shape = shape_given(model, sequence)
+    described.require_one_sample(shape.sequence)
     return Request(
-        shape=shape_given(model, sequence),
+        shape=shape,
         instance_type=instance_type,
         instance_count=instance_count,
         processes_per_host=processes_per_host,

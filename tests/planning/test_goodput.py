@@ -93,6 +93,27 @@ def test_a_plan_of_a_whole_training_has_hours_with_failures() -> None:
 def test_a_job_that_fails_before_each_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^a failure is expected every 10 s.*fewer GPUs\n"):
         goodput(1e6, JobFailures(10.0, 100.0, 0.0, 0.0, 600.0))
+    with pytest.raises(ConfigError, match=r"^a failure is expected every 1 s"):
+        plan("gpt2", "ml.p5.48xlarge", 1, steps=10, failures_per_gpu_hour=450)
+
+
+def test_few_tokens_are_refused_before_a_plan_is_made() -> None:
+    with pytest.raises(ConfigError, match="tokens is 9, less than one sample of 1024"):
+        plan("gpt2", "ml.p5.48xlarge", 1, tokens=9)
+
+
+def test_a_training_of_many_failures_is_simulated_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = JobFailures(1000.0, 100.0, 1.0, 5.0, 60.0)
+    work = 400 * failures.between
+    whole = goodput(work, failures)
+    monkeypatch.setattr("smp_estimator.planning.timing.goodput.MOST_FAILURES", 50)
+    parts = goodput(work, failures)
+    assert parts.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert parts.failures == pytest.approx(whole.failures, rel=0.02)
+    assert parts.high - parts.low == pytest.approx(whole.high - whole.low, rel=0.3)
+    monkeypatch.undo()
+    # A million failures in each of 200 trainings would take minutes.
+    assert goodput(1e9, failures).failures > 1e6
 
 
 def test_the_command_takes_rates_of_failures() -> None:

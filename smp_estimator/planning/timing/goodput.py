@@ -37,6 +37,9 @@ WRITE_RATE = 0.7e9
 #: Simulated trainings.
 RUNS = 200
 
+#: Failures of one simulated training, at most: a longer one is made of equal parts, of which one is simulated.
+MOST_FAILURES = 5000
+
 
 @dataclass(frozen=True)
 class JobFailures:
@@ -65,6 +68,16 @@ class JobFailures:
                     f"{name} is {value!r}; hours with failures are computed from it: give a number of seconds above 0",
                     code="SMP110",
                 )
+
+    def check_progress(self) -> None:
+        """Raise ConfigError if the job hardly ever comes from one checkpoint to the next."""
+        if (self.interval + self.pause + self.writing + self.restart) / self.between > 10:
+            raise ConfigError(
+                f"a failure is expected every {self.between:,.0f} s, and a checkpoint with its restart takes "
+                f"{self.interval + self.writing + self.restart:,.0f} s, so the training makes hardly any progress; lower "
+                "the interval between checkpoints, or use fewer GPUs",
+                code="SMP110",
+            )
 
     @classmethod
     def of_job(
@@ -202,23 +215,20 @@ def goodput(
     Raises:
         ConfigError: the job hardly ever comes from one checkpoint to the next.
     """
-    if (failures.interval + failures.pause + failures.writing + failures.restart) / failures.between > 10:
-        raise ConfigError(
-            f"a failure is expected every {failures.between:,.0f} s, and a checkpoint with its restart takes "
-            f"{failures.interval + failures.writing + failures.restart:,.0f} s, so the training makes hardly any progress; lower "
-            "the interval between checkpoints, or use fewer GPUs",
-            code="SMP110",
-        )
+    failures.check_progress()
+    parts = math.ceil(expected_seconds(work, failures) / failures.between / MOST_FAILURES) or 1
     chance = random.Random(0)
-    found = [simulated_seconds(work, failures, chance) for _ in range(runs)]
+    found = [simulated_seconds(work / parts, failures, chance) for _ in range(runs)]
     times = sorted(seconds for seconds, _ in found)
-    edge = runs // 20
+    mean, edge = statistics.fmean(times), runs // 20
+    # Parts are independent of each other, so the range of their sum grows with the square root of their number.
+    low, high = (parts * mean + math.sqrt(parts) * (times[end] - mean) for end in (edge, -1 - edge))
     return Goodput(
         work=work,
-        seconds=statistics.fmean(times),
-        low=times[edge] * (1 - uncertainty),
-        high=times[-1 - edge] * (1 + uncertainty),
-        failures=statistics.fmean(count for _, count in found),
+        seconds=parts * mean,
+        low=low * (1 - uncertainty),
+        high=high * (1 + uncertainty),
+        failures=parts * statistics.fmean(count for _, count in found),
         usd_per_hour=usd_per_hour,
         model=failures,
         uncertainty=uncertainty,
