@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -87,8 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [test for path in sorted(files, key=places.__getitem__) for test in files[path]]
 
 
-#: What ranks import that run models of Transformers, most of whose time it would be.
-_TRANSFORMERS = ("transformers.modeling_utils", "transformers.models.gpt2.modeling_gpt2")
+#: What ranks import for functions of test files, and what those that run models of Transformers import beside that: it would be
+#: most of their time.
+_TESTS = ("pytest", "_pytest.assertion.rewrite")
+_TRANSFORMERS = ("support.ranks.loaded_transformers", "accelerate", "torch.sagemaker")
 
 
 class _SharedPool:
@@ -98,12 +99,14 @@ class _SharedPool:
         self._pool: Any = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        from support.dealing import TRANSFORMERS, shared_scope
+        from support.dealing import ROOT, TRANSFORMERS, shared_scope
         from support.ranks.rank_pool import MOST_RANKS, RankPool
 
         if self._pool is None:
-            is_with = shared_scope(Path(inspect.getfile(function))) == TRANSFORMERS
-            self._pool = RankPool(MOST_RANKS, _TRANSFORMERS if is_with else ())
+            # Of the test that runs: the function may come from a file that several share.
+            file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+            is_with = shared_scope(ROOT / file) == TRANSFORMERS
+            self._pool = RankPool(MOST_RANKS, (*_TESTS, *(_TRANSFORMERS if is_with else ())))
         try:
             return self._pool.run(function, *args, **kwargs)
         except BaseException:

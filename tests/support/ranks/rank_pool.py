@@ -209,3 +209,4 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
         # connections.
         del function, args, answer
         gc.collect()
+        gc.freeze()  # what a case has imported is not looked at after each later one
