@@ -46,6 +46,7 @@ class Emulation:
         composites.install(self.devices, self._patches)
         collectives.install(self.devices, self._patches)
         self._engine()
+        self._patches.spread()
         # A GPU has none of oneDNN's kernels, which recurrent layers would take here; on the meta device these have other results.
         self._has_onednn = torch.backends.mkldnn.enabled
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
