@@ -17,7 +17,7 @@ from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.batches import require_one_sample
 from smp_estimator.planning.known_models import named_shape, short_name
 from smp_estimator.planning.model_config import read_shape, shape_of
-from smp_estimator.planning.model_shape import SHAPES, ModelShape, Weight
+from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.rates.fitted import FITTED
 from smp_estimator.planning.rates.kernel_rates import KernelRates
 from smp_records.rate_card import RateCard
@@ -44,9 +44,9 @@ OPTIMIZER_BYTES = {
 }
 
 
-def state_bytes(optimizer: str, weight: Weight) -> int:
-    """Return the bytes of optimizer state per element of a parameter, in fp32."""
-    return OPTIMIZER_BYTES["adamw" if optimizer == "muon" and not weight.matrix else optimizer]
+def state_bytes(optimizer: str, *, matrix: bool) -> int:
+    """Return the bytes of optimizer state per element of a parameter, in fp32; ``matrix``: see :class:`Weight`."""
+    return OPTIMIZER_BYTES["adamw" if optimizer == "muon" and not matrix else optimizer]
 
 
 #: Checkpointing that keeps the results of some operations of each layer, and computes the others again.

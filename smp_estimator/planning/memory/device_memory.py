@@ -163,6 +163,8 @@ def _stage(
     total = trainable = sharded = reduced = 0
     stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
     state = 0.0  # bytes of the optimizer's state
+    # Looked up here: searches plan models of thousands of weights, thousands of times.
+    of_matrix, of_others = (state_bytes(workload.optimizer, matrix=matrix) for matrix in (True, False))
     # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
     whole = leaving = in_shards = copied = 0.0
     units: dict[int | None, int] = {}
@@ -183,7 +185,7 @@ def _stage(
             shares_state = sharers > 1
             mine = part / sharers
             updated += mine
-            state += mine * state_bytes(workload.optimizer, weight)
+            state += mine * (of_matrix if weight.matrix else of_others)
             whole += 0 if divided else local * element
             leaving += local * element if shares_state else 0
             if divided or shares_state:

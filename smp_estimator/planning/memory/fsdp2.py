@@ -92,7 +92,7 @@ def stage_of_fsdp2(
         total += local
         if weight.trainable:
             trainable += local
-            moments += local * state_bytes(workload.optimizer, weight)
+            moments += local * state_bytes(workload.optimizer, matrix=weight.matrix)
         matrices += local if weight.split else 0
         if weight.layer is None or weight.layer < 0:
             root += local

@@ -79,7 +79,7 @@ def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple
         is_split = tensor > 1 and can_split
         local = -(-weight.elements // tensor) if is_split else weight.elements
         found = split if is_split else same
-        each = state_bytes(request.workload.optimizer, weight) + master
+        each = state_bytes(request.workload.optimizer, matrix=weight.matrix) + master
         state = local * each if weight.trainable else 0
         if is_sharded and local >= parameters.sdp_param_persistence_threshold:
             found.divided += (local * element + state) / neighbours
