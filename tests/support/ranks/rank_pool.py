@@ -55,7 +55,14 @@ class RankPool:
         # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.ranks.rank_pool", *imports]
+            [
+                "support.ranks.without_collections",
+                "torch._dynamo",
+                _INIT,
+                "smp_runtime.model.distributed_model",
+                "support.ranks.rank_pool",
+                *imports,
+            ]
         )
         self._ranks = []
         self._ready = 0
@@ -182,6 +189,7 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
     session = importlib.import_module(_INIT)
 
     gc.freeze()  # what every case needs is not looked at when a case's rest is collected
+    gc.enable()
     with contextlib.suppress(ConnectionError):  # a pool that ends already
         pipe.send_bytes(b"ready")
     while True:
