@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -361,7 +360,7 @@ def test_run_refuses(fake: type[Fake], script: Path, arguments: list[str], said:
 
 
 @pytest.mark.job
-def test_run_runs(tmp_path: Path) -> None:
+def test_run_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real job of two processes, from the command line to the model archive."""
     pytest.importorskip("mpi4py")
     script, data = tmp_path / "train.py", tmp_path / "data"
@@ -378,18 +377,17 @@ def test_run_runs(tmp_path: Path) -> None:
         "pathlib.Path(os.environ['SMP_CHECKPOINT_DIR'], 'kept.txt').write_text('x')\n"
         "pathlib.Path(os.environ['SM_MODEL_DIR'], 'x.txt').write_text('x')\n"
     )
-    command = [sys.executable, "-m", "smp_estimator.cli", "run", str(script), "--processes", "2"]
-    command += ["--hyperparameter", "steps=7", "--channel", f"train={data}", "--output", str(tmp_path / "out")]
-    command += ["--env", "GIVEN=here", "--checkpoints", "checkpoints", "--", "--flag", "two words"]
-    shell = {**os.environ, "SMP_OF_THE_SHELL": "kept"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path, env=shell)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["run", str(script), "--processes", "2", "--hyperparameter", "steps=7", "--channel", f"train={data}"]
+    words += ["--output", str(tmp_path / "out"), "--env", "GIVEN=here", "--checkpoints", "checkpoints"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SMP_OF_THE_SHELL", "kept")
+    said = call(*words, "--", "--flag", "two words").output
     for rank in (0, 1):
-        assert f"rank {rank} of 2 hello 7 ['--flag', 'two words']" in done.stdout + done.stderr
-    assert done.stdout.count("environment here kept") == 2
+        assert f"rank {rank} of 2 hello 7 ['--flag', 'two words']" in said
+    assert said.count("environment here kept") == 2
     assert (tmp_path / "checkpoints/kept.txt").exists()
     (model,) = (tmp_path / "out").rglob("model.tar.gz")
-    assert done.stdout.count(f"file://{model}") == 1, "said once"
+    assert said.count(f"file://{model}") == 1, "said once"
 
 
 # -- help ----------------------------------------------------------------------------------------------------

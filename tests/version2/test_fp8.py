@@ -187,43 +187,66 @@ def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Pat
 # -- the package -------------------------------------------------------------------------------------------------------
 
 
-def python(code: str, path: object = CONTAINER) -> subprocess.CompletedProcess[str]:
-    """Run code with the packages on ``PYTHONPATH`` alone."""
+LINES_WITHOUT = """
+import importlib.util as u
+assert u.find_spec('transformer_engine') is None
+import torch.sagemaker as tsm, transformer_engine, transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention import MultiheadAttention
+import importlib.metadata as m
+print(te.fp8_autocast.__module__, Format.HYBRID.value.max_bwd, te.Linear(16, 16).weight.shape)
+from accelerate.utils import is_transformer_engine_available as there; assert not there()
+te.TransformerLayer
+"""
+LINES_WITH = """
+import torch.sagemaker as tsm, transformer_engine
+assert transformer_engine.there
+from smp_version2.eight_bits.job import is_transformer_engine_installed as is_installed
+print(is_installed(), 'smp_transformer_engine' in sys.modules)
+"""
+CODES = {"without": LINES_WITHOUT, "with": LINES_WITH}
+#: Runs code in a process each, forked from one that has imported PyTorch, which takes most of the time.
+FORKS = """
+import importlib, os, sys
+import torch.distributed.fsdp
+
+def run(name, code, folder):
+    if os.fork():
+        return os.wait()
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(folder, f"{name}.{kind}"), os.O_WRONLY | os.O_CREAT), number)
+    sys.path.append(os.path.join(folder, name))
+    importlib.invalidate_caches()
+    exec(code, {"__name__": "__main__", "sys": sys})
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the output of both programs lies, which find this project's packages on ``PYTHONPATH`` alone."""
+    folder = tmp_path_factory.mktemp("engine")
+    package = folder / "with" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("there = True")
     dependencies = [entry for entry in sys.path if entry.endswith("site-packages")]
-    start = f"import sys; sys.path += {dependencies!r}; import sitecustomize; "
-    given = {"PATH": os.environ["PATH"], "PYTHONPATH": str(path)}
-    command = [sys.executable, "-S", "-c", start + code]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
+    start = f"import sys; sys.path += {dependencies!r}; import sitecustomize\n"
+    calls = [f"run({name!r}, {code!r}, {str(folder)!r})\n" for name, code in CODES.items()]
+    command = [sys.executable, "-S", "-c", f"{start}{FORKS}{''.join(calls)}"]
+    given = {"PATH": os.environ["PATH"], "PYTHONPATH": str(CONTAINER)}
+    subprocess.run(command, env=given, check=True, timeout=120)
+    return folder
 
 
-def test_it_is_found_in_scripts_of_version_2_only() -> None:
-    lines = [
-        "import importlib.util as u",
-        "assert u.find_spec('transformer_engine') is None",
-        "import torch.sagemaker as tsm, transformer_engine, transformer_engine.pytorch as te",
-        "from transformer_engine.common.recipe import DelayedScaling, Format",
-        "from transformer_engine.pytorch.attention import MultiheadAttention",
-        "import importlib.metadata as m",
-        "print(te.fp8_autocast.__module__, Format.HYBRID.value.max_bwd, te.Linear(16, 16).weight.shape)",
-        "from accelerate.utils import is_transformer_engine_available as there; assert not there()",
-        "te.TransformerLayer",
-    ]
-    said = python("\n".join(lines))
-    assert said.stdout.startswith("smp_runtime.fp8.autocast 57344.0"), said.stderr
-    assert "has no TransformerLayer: install transformer_engine" in said.stderr
+def test_it_is_found_in_scripts_of_version_2_only(said: Path) -> None:
+    errors = (said / "without.err").read_text()
+    assert (said / "without.out").read_text().startswith("smp_runtime.fp8.autocast 57344.0"), errors
+    assert "has no TransformerLayer: install transformer_engine" in errors
 
 
-def test_one_that_is_installed_is_used_untouched(tmp_path: Path) -> None:
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("there = True")
-    lines = [
-        "import torch.sagemaker as tsm, transformer_engine",
-        "assert transformer_engine.there",
-        "from smp_version2.eight_bits.job import is_transformer_engine_installed as is_installed",
-        "print(is_installed(), 'smp_transformer_engine' in sys.modules)",
-    ]
-    said = python("\n".join(lines), f"{CONTAINER}{os.pathsep}{tmp_path}")
-    assert said.stdout.split() == ["True", "False"], said.stderr
+def test_one_that_is_installed_is_used_untouched(said: Path) -> None:
+    assert (said / "with.out").read_text().split() == ["True", "False"], (said / "with.err").read_text()
 
 
 def test_its_modules_are_those_of_pytorch() -> None:
