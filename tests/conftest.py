@@ -30,12 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     from runner import budget, recording
-    from support import matrix
+    from support import compiling, matrix
     from support.documents.client_cases import Cases
 
     recording.register(config)
     budget.register(config)
 
+    if worker := getattr(config, "workerinput", None):
+        compiling.compile_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
     matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())
     config.pluginmanager.register(matrix.LongerTests(Path(__file__).with_name("longer-tests.txt")))
@@ -89,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 #: What ranks import for functions of test files, and what those that run models of Transformers import beside that: it would be
 #: most of their time.
 _TESTS = ("pytest", "_pytest.assertion.rewrite")
-_TRANSFORMERS = ("support.ranks.loaded_transformers", "accelerate", "torch.sagemaker")
+_TRANSFORMERS = ("support.ranks.loaded_transformers",)
 
 
 class _SharedPool:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
+from support.compiling import compile_files
 
 from runner import running, table
 from runner.budget import Budget
@@ -340,3 +342,27 @@ def test_what_passed_in_a_short_target_is_not_run_again_and_the_rest_is(project:
     result = run(given)
     assert (result.is_fault, result.counts) == (False, {PASSED: 1, SKIPPED: 1, XFAILED: 1})
     assert names(project) == Counter(good0=2, good1=2, good2=2, ending=2, killing=1)
+
+
+def test_what_a_worker_compiles_is_what_pytest_and_python_take(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    test, other = tmp_path / "test_a.py", tmp_path / "other.py"
+    test.write_text("def test_a(x):\n    assert x == 1\n")
+    other.write_text("here = 1\n")
+    compile_files(request.config, [test, other])
+    (taken,) = (tmp_path / "__pycache__").glob(f"test_a{rewrite.PYC_TAIL}")
+    code = rewrite._read_pyc(test, taken)
+    assert code is not None, "pytest would compile it"
+    assert "@pytest_ar" in code.co_names, "with what it adds to assertions"
+    (taken,) = (tmp_path / "__pycache__").glob("other.*.pyc")
+    stamp, size = (int.from_bytes(taken.read_bytes()[place : place + 4], "little") for place in (8, 12))
+    assert (stamp, size) == (int(other.stat().st_mtime), other.stat().st_size)
+    # What is newer is compiled again, and nothing else.
+    test.write_text("def test_b():\n    pass\n")
+    os.utime(test, (time.time() + 5, time.time() + 5))
+    before = taken.stat().st_mtime_ns
+    compile_files(request.config, [test, other])
+    (renewed,) = (tmp_path / "__pycache__").glob(f"test_a{rewrite.PYC_TAIL}")
+    code = rewrite._read_pyc(test, renewed)
+    assert code is not None
+    assert "test_b" in code.co_names
+    assert taken.stat().st_mtime_ns == before

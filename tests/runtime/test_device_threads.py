@@ -32,7 +32,7 @@ STARTS = {
     "smp_runtime/checkpoint/save_partial.py": "reads copies in host memory; their staging names the device",
     "smp_runtime/pipeline/transport/transport.py": "its channels set the device",
     "smp_runtime/tensors/host_memory/staging.py": _SETS_IT,
-    "smp_runtime/tensors/host_memory/worker_threads.py": "its users pass a first call that sets the device, where tensors are on one",
+    "smp_runtime/tensors/host_memory/worker_threads.py": "where tensors are on a device, its users pass a first call that sets it",
 }
 
 
