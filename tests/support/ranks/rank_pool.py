@@ -190,6 +190,7 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
 
     gc.freeze()  # what every case needs is not looked at when a case's rest is collected
     gc.enable()
+    modules = len(sys.modules)
     with contextlib.suppress(ConnectionError):  # a pool that ends already
         pipe.send_bytes(b"ready")
     while True:
@@ -217,4 +218,8 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
         # connections.
         del function, args, answer
         gc.collect()
-        gc.freeze()  # what a case has imported is not looked at after each later one
+        # What a case has imported is not looked at after each later one. Where it has imported nothing, something that a thread of
+        # it still holds would stay for ever.
+        if len(sys.modules) > modules:
+            gc.freeze()
+            modules = len(sys.modules)
