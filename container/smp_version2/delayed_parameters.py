@@ -197,5 +197,8 @@ def _take_parts(module: nn.Module, whole: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         value = whole.get_parameter(name).to(parameter.dtype)
         where = slices.get(name)
-        value = value if where is None else where.cut(value)
-        parameter.copy_(value[module.here.start : module.here.stop] if isinstance(module, TabledExperts) else value)
+        if where is not None:
+            value = where.cut(value)
+        if isinstance(module, TabledExperts):
+            value = value[module.here.start : module.here.stop]
+        parameter.copy_(value)

@@ -70,7 +70,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) and id(module) not in seen:
+        is_inner = id(module) in seen
+        if is_inner or not isinstance(module, nn.ModuleList):
+            continue
+        if len(module):
             seen.update(id(inside) for inside in module.modules())
             found += list(module)
     return found

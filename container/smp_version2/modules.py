@@ -19,11 +19,14 @@ def empty_module_params(
         device: where; None keeps each parameter's own device.
         recurse: whether the modules inside are meant, too.
     """
-    for part in module.modules() if recurse else [module]:
+    parts = module.modules() if recurse else [module]
+    for part in parts:
         for name, parameter in list(part._parameters.items()):
-            if parameter is not None:
-                made = torch.empty_like(parameter, device=parameter.device if device is None else device)
-                part._parameters[name] = type(parameter)(made, parameter.requires_grad)
+            if parameter is None:
+                continue
+            where = parameter.device if device is None else device
+            made = torch.empty_like(parameter, device=where)
+            part._parameters[name] = type(parameter)(made, parameter.requires_grad)
     return module
 
 
@@ -33,7 +36,8 @@ def move_buffers_to_device(module: nn.Module, device: torch.device | str | int, 
     Args:
         recurse: whether the modules inside are meant, too.
     """
-    for part in module.modules() if recurse else [module]:
+    parts = module.modules() if recurse else [module]
+    for part in parts:
         for name, buffer in list(part._buffers.items()):
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)

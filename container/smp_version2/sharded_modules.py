@@ -127,18 +127,21 @@ def _require_original_parameters(given: dict[str, Any]) -> None:
 
 def _bring_states(module: nn.Module, fill: Callable[[nn.Module], None] | None, ranks: Ranks) -> None:
     """Bring the first replica's values to all ranks on CPUs, where FSDP refuses ``sync_module_states``."""
-    for part in module.modules():
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if fill is not None and any(tensor.is_meta for tensor in own):
-            fill(part)
+    if fill is not None:
+        for part in module.modules():
+            own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            if any(tensor.is_meta for tensor in own):
+                fill(part)
     of_experts = find_own_parameters(module)
-    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in of_experts]
-    experts: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter in of_experts]
-    for kind, here in ((Group.RDP, tensors), (Group.EXPERT_RDP, experts)):
+    experts: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for tensor in (*module.parameters(), *module.buffers()):
+        belongs_to = experts if tensor in of_experts else others
+        belongs_to.append(tensor.detach())
+    for kind, tensors in ((Group.RDP, others), (Group.EXPERT_RDP, experts)):
         members = ranks.members(kind)
-        if len(members) > 1 and here:
-            values = [tensor.detach() for tensor in here]
-            broadcast_tensors(values, members[0], ranks.process_group(kind), ranks.collectives)
+        if len(members) > 1 and tensors:
+            broadcast_tensors(tensors, members[0], ranks.process_group(kind), ranks.collectives)
 
 
 def choose_groups(

@@ -29,7 +29,8 @@ def find_slices(model: nn.Module) -> dict[nn.Parameter, TensorSlice]:
             continue
         for name, where in module.tensor_slices.items():
             parameter = module._parameters.get(name)
-            if parameter is not None and where.shape != where.local_shape:
+            is_whole = where.shape == where.local_shape
+            if parameter is not None and not is_whole:
                 found[parameter] = where
     return found
 
@@ -51,7 +52,10 @@ class SplitRecord:
         slices = find_slices(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             where = slices.get(parameter)
-            if where is not None and self._slices.setdefault(name, where) != where:
+            if where is None:
+                continue
+            known = self._slices.setdefault(name, where)
+            if known != where:
                 self._ambiguous.add(name)
 
     def to_json(self, ranks: Ranks) -> str | None:

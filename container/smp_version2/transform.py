@@ -118,31 +118,40 @@ def _check_config(config: Any) -> None:
 def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
     """Give the other ranks of a group its first one's weights, before all of them split the model."""
     source = ranks.members(kind)[0]
-    if ranks.rank != source:
-        device = torch.device("cpu")
-        late = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
-        for module in model.modules() if late else ():
-            empty_module_params(module, device)
-            for name, buffer in module._buffers.items():  # such as the vectors of a spectral norm of late weights
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=device)
-        tie = getattr(model, "tie_weights", None)
-        if late and tie is not None:
-            tie()
+    has_late_weights = any(parameter.is_meta for parameter in model.parameters())
+    if has_late_weights and ranks.rank != source:
+        _allocate_late_weights(model)
     tensors = [*model.parameters(), *model.buffers()]
     broadcast_tensors([each.detach() for each in tensors], source, ranks.process_group(kind), ranks.collectives)
+
+
+def _allocate_late_weights(model: nn.Module) -> None:
+    """Give all parameters memory on the CPU, so that weights can be received that only the first rank has made."""
+    device = torch.device("cpu")
+    for module in model.modules():
+        empty_module_params(module, device)
+        for name, buffer in module._buffers.items():  # such as the vectors of a spectral norm of late weights
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    # Each place of a shared parameter got memory of its own.
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
 
 
 def _split(model: nn.Module) -> nn.Module:
     """Split a model in place; parameters on the meta device stay there, for :class:`.DelayedParamIniter`."""
     late = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     mark_in_place(model)
-    with _without_notes_on_values() if late else contextlib.nullcontext():
+    notes = _without_notes_on_values() if late else contextlib.nullcontext()
+    with notes:
         model = apply_tensor_parallelism(model, state.joined)
     for path, module in model.named_modules():
         if isinstance(module, ReadByOthers):
             module.replaced_class = ""  # FSDP reads weights while passes run, and wants this rank's parts
-        if isinstance(module, DistributedModule) and any(f"{path}.{name}" in late for name in module.tensor_slices):
+        if not isinstance(module, DistributedModule):
+            continue
+        if any(f"{path}.{name}" in late for name in module.tensor_slices):
             empty_module_params(module, "meta")
     SplitRecord.of(state.joined).note(model)
     return model

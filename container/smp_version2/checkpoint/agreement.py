@@ -40,13 +40,16 @@ def agree(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
         CheckpointError: another rank has a problem. A rank with a problem of its own raises that.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, None if problem is None else (type(problem).__name__, str(problem)), group=group)
+    mine = None if problem is None else (type(problem).__name__, str(problem))
+    dist.all_gather_object(found, mine, group=group)
     if problem is not None:
         raise problem
-    for rank, each in zip(list_ranks(group), found, strict=True):
-        if each is not None:
-            kind = MissingKeysError if each[0] == MissingKeysError.__name__ else CheckpointError
-            raise kind(f"rank {rank}: {each[1]}")
+    for rank, theirs in zip(list_ranks(group), found, strict=True):
+        if theirs is None:
+            continue
+        name, text = theirs
+        kind = MissingKeysError if name == MissingKeysError.__name__ else CheckpointError
+        raise kind(f"rank {rank}: {text}")
 
 
 def require_one_place(place: str, group: dist.ProcessGroup | None) -> None:
@@ -150,11 +153,21 @@ def find_copies(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) 
         return None
     ranks = list_ranks(group)
     copies = next(members for members in state.ranker.get_rep_groups() if state.rank in members)
-    if len(ranks) == 1 or copies[0] not in ranks:
+    writer, *others = copies
+    if len(ranks) == 1 or writer not in ranks:
         return None
-    if any(LocalShard.of_key(key) is not None or _is_part(value) for key, value in _leaves(state_dict)):
+    if _has_parts(state_dict):
         return None
-    return copies[0], [rank for rank in copies[1:] if rank in ranks]
+    waiting = [rank for rank in others if rank in ranks]
+    return writer, waiting
+
+
+def _has_parts(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a state dict has values that the ranks share out."""
+    for key, value in _leaves(state_dict):
+        if LocalShard.of_key(key) is not None or _is_part(value):
+            return True
+    return False
 
 
 def save_once(

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,10 +116,16 @@ class _SharedExperts(_SavedPart):
     def of(cls, found: list[_SavedPart]) -> _SharedExperts:
         """Take parts that :func:`check_parts` has checked."""
         first = found[0]
-        keys = {name: key for part in reversed(found) for name, key in part.keys.items()}
+        keys: dict[str, str] = {}
+        # In reverse, so that the first part with a name sets its key.
+        for part in reversed(found):
+            keys |= part.keys
         split = dict(first.split)
         if split:
-            split["slices"] = {name: where for part in found for name, where in part.split.get("slices", {}).items()}
+            slices: dict[str, Any] = {}
+            for part in found:
+                slices |= part.split.get("slices", {})
+            split["slices"] = slices
         return cls(first.folder, first.metadata, keys, split, first.experts, tuple(found))
 
     def _with(self, name: str) -> list[_SavedPart]:
@@ -155,19 +161,20 @@ def read_weights_of_version_2(path: Path, config: str | None) -> Weights | None:
     Raises:
         CheckpointError: several checkpoints, a part of one, or one whose tensors cannot be joined.
     """
-    for found in sorted(path.rglob(OF_THE_ORIGINAL) if path.is_dir() else ()):
+    if not path.is_dir():
+        return None
+    for found in sorted(path.rglob(OF_THE_ORIGINAL)):
         raise refusal_of_the_original(found.parent)
-    folders = sorted({found.parent for found in path.rglob(METADATA)}) if path.is_dir() else []
+    folders = sorted({found.parent for found in path.rglob(METADATA)})
     if not folders:
         return None
-    parts = sorted(_join_experts(path, [_SavedPart.read(folder) for folder in folders]), key=lambda part: part.place)
+    saved = [_SavedPart.read(folder) for folder in folders]
+    parts = sorted(_join_experts(path, saved), key=lambda part: part.place)
     _check(path, parts)
-    records = {name: _describe(parts, name) for name in parts[0].keys}
-    return Weights(
-        {name: TranslatedTensor.leaf(name, record) for name, record in records.items()},
-        functools.partial(_join, parts),
-        config=read_config(config, path),
-    )
+    tensors = {}
+    for name in parts[0].keys:
+        tensors[name] = TranslatedTensor.leaf(name, _describe(parts, name))
+    return Weights(tensors, functools.partial(_join, parts), config=read_config(config, path))
 
 
 def write_as_version_2(source: Weights, target: Path, dtype: str | None) -> tuple[list[Path], int]:
@@ -192,26 +199,45 @@ def _alone() -> Iterator[None]:
 
 def _find_model(folder: Path, metadata: Metadata) -> dict[str, str]:
     """Return the keys of the model's tensors, by their names in it."""
-    tensors = {key for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
-    if any(LocalShard.of_key(key) for key in metadata.state_dict_metadata):
+    records = metadata.state_dict_metadata
+    if any(LocalShard.of_key(key) for key in records):
         raise CheckpointError(
             f"{folder} has a local shard (SM_LOCAL_STATE_DICT), which only a job with the degrees of the save reads; load it "
             "there, and save with SHARDED_STATE_DICT"
         )
     paths = {key: tuple(map(str, path)) for key, path in (metadata.planner_data or {}).items()}
-    tops = {path[0] for path in paths.values()}
-    top = next((name for name in _MODEL_KEYS if name in tops), None)
-    if top is None and any(len(path) > 1 for path in paths.values()):
+    model_key = _find_model_key(folder, paths.values())
+    found = {}
+    for key, record in records.items():
+        if not isinstance(record, TensorStorageMetadata):
+            continue
+        if model_key is None:
+            path = paths.get(key, (key,))
+        elif paths[key][0] == model_key:
+            path = paths[key][1:]
+        else:
+            continue
+        name = name_without_wrappers(".".join(path))
+        found[name] = key
+    return found
+
+
+def _find_model_key(folder: Path, paths: Collection[tuple[str, ...]]) -> str | None:
+    """Return the key that the model's state is under; None if the checkpoint is the model's state itself.
+
+    Raises:
+        CheckpointError: the tensors are under other keys.
+    """
+    outermost = {path[0] for path in paths}
+    for key in _MODEL_KEYS:
+        if key in outermost:
+            return key
+    if any(len(path) > 1 for path in paths):
         raise CheckpointError(
-            f"{folder} has the keys {', '.join(sorted(tops))}, and none of {', '.join(_MODEL_KEYS)}, under which a model is looked "
-            'for; save {"model": model.state_dict()}'
+            f"{folder} has the keys {', '.join(sorted(outermost))}, and none of {', '.join(_MODEL_KEYS)}, under which a model is "
+            'looked for; save {"model": model.state_dict()}'
         )
-    named = (
-        (key, ".".join(paths.get(key, (key,))[0 if top is None else 1 :]))
-        for key in tensors
-        if top is None or paths[key][0] == top
-    )
-    return {name_without_wrappers(name): key for key, name in named}
+    return None
 
 
 def _join_experts(path: Path, parts: list[_SavedPart]) -> list[_SavedPart]:

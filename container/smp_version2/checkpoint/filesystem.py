@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,28 +185,47 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the metadata, by which the checkpoint comes to be, and remove files of earlier saves to this folder."""
-        split = SplitRecord.of(state.joined).to_json(state.joined) if state.is_joined else None
-        if split is not None:
-            with self.fs.create_stream(self.fs.concat_path(self.path, SPLIT_FILE), "wb") as stream:
-                stream.write(split.encode())
-        experts = ExpertRecord.of(state.joined).to_json(state.joined) if state.is_joined else None
-        if experts is not None:
-            with self.fs.create_stream(self.fs.concat_path(self.path, EXPERTS_FILE), "wb") as stream:
-                stream.write(experts.encode())
+        self._write_records()
         mark, records = self.save_id[:8], detach(itertools.chain.from_iterable(results))
         is_local = isinstance(self.fs, LocalFileSystem)
+        # Checksums before the metadata: a checkpoint that can be found has them. The metadata's own can only follow it.
         checksums = write_checksums(Path(self.path), mark, records) if is_local else None
         super().finish(metadata, results)
         if is_local:
             add_file(Path(self.path), mark, METADATA, records)
-        names = {result.storage_data.relative_path for each in results for result in each}
-        for found in self.fs.ls(self.path):
-            name = str(found).rpartition("/")[2]
-            is_former = name.startswith(manifest_name("").partition(".")[0]) and name != checksums
-            if is_former or (name.endswith(DATA_ENDING) and name not in names):
-                self.fs.rm_file(found)
+        written = {result.storage_data.relative_path for each in results for result in each}
+        self._remove_former_files(written, checksums)
         for hook in self._after:
             hook(self)
+
+    def _write_records(self) -> None:
+        """Write how tensors are split and which experts the ranks have, for a job that does either."""
+        if not state.is_joined:
+            return
+        ranks = state.joined
+        contents = {
+            SPLIT_FILE: SplitRecord.of(ranks).to_json(ranks),
+            EXPERTS_FILE: ExpertRecord.of(ranks).to_json(ranks),
+        }
+        for name, text in contents.items():
+            if text is not None:
+                with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                    stream.write(text.encode())
+
+    def _remove_former_files(self, written: Collection[str], checksums: str | None) -> None:
+        """Remove what earlier saves have left in the folder.
+
+        Args:
+            written: names of this save's files of tensors.
+            checksums: name of the file with this save's checksums.
+        """
+        prefix = manifest_name("").partition(".")[0]
+        for found in self.fs.ls(self.path):
+            name = str(found).rpartition("/")[2]
+            has_former_checksums = name.startswith(prefix) and name != checksums
+            has_former_tensors = name.endswith(DATA_ENDING) and name not in written
+            if has_former_checksums or has_former_tensors:
+                self.fs.rm_file(found)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -374,9 +393,12 @@ def add_file(folder: Path, save: str, name: str, records: Records) -> None:
 
 def refuse_damaged_metadata(folder: Path) -> None:
     """Compare the checksum of what describes a checkpoint, if its save has left one; raise CheckpointError if it differs."""
-    known = [found for file in find_full(folder, None)[0] if (found := read_full_manifest(file)) is not None]
-    # A save that was killed at its very end has left those of the save before it, too.
-    problems = [damaged_files(folder, manifest, [METADATA]) for manifest in known if METADATA in manifest.files]
+    problems = []
+    for file in find_full(folder, None)[0]:
+        manifest = read_full_manifest(file)
+        if manifest is not None and METADATA in manifest.files:
+            problems.append(damaged_files(folder, manifest, [METADATA]))
+    # A save that is killed at its very end leaves the previous save's checksums behind too, so one set that fits is enough.
     if problems and all(problems):
         raise CheckpointError(f"{folder}: {problems[0][0]}: load another checkpoint")
 

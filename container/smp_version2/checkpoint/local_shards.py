@@ -36,16 +36,10 @@ class LocalShard:
     @classmethod
     def of_model(cls, model: nn.Module) -> LocalShard:
         """Return this rank's part of a model that FSDP has wrapped."""
-        for unit in FullyShardedDataParallel.fsdp_modules(model):
-            if unit.sharding_strategy is not ShardingStrategy.NO_SHARD and unit.process_group is not None:
-                return cls(unit.process_group.rank(), unit.process_group.size(), *_tensor_place())
-        for parameter in model.parameters():
-            if isinstance(parameter, DTensor):
-                for dim, placement in enumerate(parameter.placements):
-                    if placement.is_shard():
-                        group = parameter.device_mesh.get_group(dim)
-                        return cls(group.rank(), group.size(), *_tensor_place())
-        return cls(0, 1, *_tensor_place())
+        group = _find_sharding_group(model)
+        if group is None:
+            return cls(0, 1, *_tensor_place())
+        return cls(group.rank(), group.size(), *_tensor_place())
 
     @classmethod
     def of_key(cls, key: str) -> LocalShard | None:
@@ -61,6 +55,21 @@ class LocalShard:
     def __str__(self) -> str:
         tensor = f", tensor parallel rank {self.tensor_rank} of {self.tensor_degree}" if self.tensor_degree > 1 else ""
         return f"local shard {self.rank} of {self.degree}{tensor}"
+
+
+def _find_sharding_group(model: nn.Module) -> Any:
+    """Return the group over which FSDP, or ``fully_shard``, shards a model; None if every rank has it whole."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        is_sharded = unit.sharding_strategy is not ShardingStrategy.NO_SHARD
+        if is_sharded and unit.process_group is not None:
+            return unit.process_group
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                return parameter.device_mesh.get_group(dim)
+    return None
 
 
 def _tensor_place() -> tuple[int, int]:

@@ -80,4 +80,7 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     made = {key: _with_lists(each) for key, each in value.items()}
-    return [made[at] for at in sorted(made)] if made and all(isinstance(key, int) for key in made) else made
+    has_positions = bool(made) and all(isinstance(key, int) for key in made)
+    if has_positions:
+        return [made[position] for position in sorted(made)]
+    return made

@@ -71,21 +71,29 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # Only an update makes state. With gradients and rates of 0 it changes no parameter.
     try:
         for parameter in parameters:
-            skips = skip_empty_param and not parameter.numel()
-            parameter.grad = None if skips or not parameter.requires_grad else torch.zeros_like(parameter)
+            is_skipped = skip_empty_param and not parameter.numel()
+            has_gradient = parameter.requires_grad and not is_skipped
+            parameter.grad = torch.zeros_like(parameter) if has_gradient else None
         for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            rate = group["lr"]
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         optimizer.step(closure=None)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-    for found in optimizer.state.values():
-        step: Any = found.get("step")
-        if isinstance(step, torch.Tensor):  # that update does not count
+    _reset_steps(optimizer)
+
+
+def _reset_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Set the counters of updates in an optimizer's state to 0."""
+    for state in optimizer.state.values():
+        step: Any = state.get("step")
+        if isinstance(step, torch.Tensor):
             step.zero_()
         elif step is not None:
-            found["step"] = 0
+            state["step"] = 0

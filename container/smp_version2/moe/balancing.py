@@ -56,7 +56,8 @@ def route(logits: torch.Tensor, k: int, config: MoEConfig, *, is_training: bool)
         k: experts of a token.
         is_training: whether balancing applies, and losses are added.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     way = config.moe_load_balancing if is_training else "none"
     choices = _choose(logits.detach(), k, way)
     if config.moe_load_balancing == "sinkhorn":
@@ -64,7 +65,8 @@ def route(logits: torch.Tensor, k: int, config: MoEConfig, *, is_training: bool)
         weights = whole.gather(-1, choices)
     else:
         weights = torch.softmax(logits.gather(-1, choices), -1)
-    if is_training and torch.is_grad_enabled() and logits.shape[0]:
+    has_loss = is_training and torch.is_grad_enabled()
+    if has_loss and logits.shape[0]:
         weights = _AddLoss.apply(weights, _losses(logits, choices, config))
     return weights, choices
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config.errors import kind_of, suggest
+from smp_config.formats.values import is_integer, is_number
 from smp_runtime.errors import SMPUserError
 
 #: Ways to spread tokens over experts; see :mod:`smp_version2.moe.balancing`.
@@ -44,13 +45,14 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "True or False")
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise _wrong(name, value, "True or False")
         for name in _COEFFICIENTS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            if not is_number(value) or not 0 <= value < float("inf"):
                 raise _wrong(name, value, "a number of 0 or more, such as 0.001")
-        if isinstance(self.random_seed, bool) or not isinstance(self.random_seed, int) or self.random_seed < 0:
+        if not is_integer(self.random_seed) or self.random_seed < 0:
             raise _wrong("random_seed", self.random_seed, "a whole number of 0 or more, such as 12345")
         if self.moe_load_balancing not in BALANCINGS:
             near = suggest(str(self.moe_load_balancing), BALANCINGS)

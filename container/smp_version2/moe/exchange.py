@@ -119,10 +119,12 @@ def _run_here(rows: torch.Tensor, own: torch.Tensor, sizes: list[int], ranks: in
     FSDP averages over the ranks that have these experts. Their gradients are sums over the losses of ``ranks`` times as many, so
     they are divided here; what goes back to the tokens is not.
     """
-    if ranks > 1 and rows.requires_grad:
+    if ranks == 1:
+        return run(rows, own, sizes)
+    if rows.requires_grad:
         rows = _ScaleGradient.apply(rows, float(ranks))
     results = run(rows, own, sizes)
-    if ranks > 1 and results.requires_grad:
+    if results.requires_grad:
         results = _ScaleGradient.apply(results, 1.0 / ranks)
     return results
 

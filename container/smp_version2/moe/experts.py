@@ -215,4 +215,7 @@ def find_experts(model: nn.Module) -> Iterator[SharedExperts]:
 
 def find_own_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of experts that other ranks do not have."""
-    return {parameter for module in find_experts(model) for parameter in module.parameters()}
+    found: set[nn.Parameter] = set()
+    for experts in find_experts(model):
+        found.update(experts.parameters())
+    return found

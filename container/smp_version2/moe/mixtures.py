@@ -57,12 +57,13 @@ class Mixture:
 
 def find_mixtures(model: nn.Module) -> list[Mixture]:
     """Return the mixtures of a model: modules with experts and a router, which has a row for each of them."""
-    return [
-        Mixture(path, module, router, name, count, is_list)
-        for path, module in model.named_modules()
-        for name, count, is_list in _experts_of(module)
-        if (router := _router_of(module, name, count))
-    ]
+    found = []
+    for path, module in model.named_modules():
+        for name, count, is_list in _experts_of(module):
+            router = _router_of(module, name, count)
+            if router:
+                found.append(Mixture(path, module, router, name, count, is_list))
+    return found
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
@@ -71,17 +72,28 @@ def _experts_of(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
         if is_list_of_experts(child):
             yield name, len(list(child.children())), True
             continue
-        counts = {parameter.shape[0] for parameter in child.parameters(recurse=False) if parameter.dim() == 3}
-        if len(counts) == 1 and len(inspect.signature(child.forward).parameters) == _ARGUMENTS:
+        counts = set()
+        for parameter in child.parameters(recurse=False):
+            if parameter.dim() == 3:
+                counts.add(parameter.shape[0])
+        arguments = inspect.signature(child.forward).parameters
+        if len(counts) == 1 and len(arguments) == _ARGUMENTS:
             yield name, counts.pop(), False
 
 
 def _router_of(module: nn.Module, experts: str, count: int) -> str:
+    """Return the name of a mixture's router, or an empty text if no child can be one."""
     for name, child in module.named_children():
-        shapes = [parameter.shape for parameter in child.parameters(recurse=False)]
-        if name != experts and any(len(shape) == 2 and shape[0] == count for shape in shapes):
+        if name != experts and _has_row_per_expert(child, count):
             return name
     return ""
+
+
+def _has_row_per_expert(module: nn.Module, count: int) -> bool:
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == 2 and parameter.shape[0] == count:
+            return True
+    return False
 
 
 def convert(model: nn.Module, mixtures: list[Mixture], config: MoEConfig | None) -> list[nn.Module]:

@@ -43,14 +43,21 @@ def leave_out(given: dict[str, Any], experts: list[SharedExperts]) -> dict[str, 
             "checkpoints have to tell their parameters from others: pass use_orig_params=True",
             code="SMP303",
         )
-    ignored = list(given.get("ignored_modules") or ())
+    modules = list(given.get("ignored_modules") or ())
     states = list(given.get("ignored_states") or ())
+    # FSDP's ``ignored_states`` holds either parameters or modules.
     if states and isinstance(states[0], torch.nn.Parameter):
-        own = [parameter for each in experts for parameter in each.parameters()]
-        return {**given, "ignored_states": [*states, *own]}
-    return {key: value for key, value in given.items() if key != "ignored_states"} | {
-        "ignored_modules": [*ignored, *states, *experts]
-    }
+        for each in experts:
+            states += each.parameters()
+        return {**given, "ignored_states": states}
+    return _ignoring_modules(given, [*modules, *states, *experts])
+
+
+def _ignoring_modules(given: dict[str, Any], modules: list[Any]) -> dict[str, Any]:
+    """Return arguments of FSDP that name ignored modules, and no ignored states: FSDP refuses both together."""
+    changed = {**given, "ignored_modules": modules}
+    changed.pop("ignored_states", None)
+    return changed
 
 
 def leave_out_again(given: dict[str, Any]) -> dict[str, Any]:
@@ -60,16 +67,22 @@ def leave_out_again(given: dict[str, Any]) -> dict[str, Any]:
     which it does not ignore: it would average experts with other experts of other ranks.
     """
     experts = find_unsharded(given["module"])
-    own = {parameter for each in experts for parameter in each.parameters()}
-    if not any(parameter.is_meta for parameter in own):
+    of_experts: set[nn.Parameter] = set()
+    for each in experts:
+        of_experts.update(each.parameters())
+    if not any(parameter.is_meta for parameter in of_experts):
         return given
-    states = set(given.get("ignored_states") or ())
-    if not any(parameter in states for parameter in given["module"].parameters() if parameter not in own):
-        return {**{key: value for key, value in given.items() if key != "ignored_states"}, "ignored_modules": experts}
-    for each in experts:  # it takes either modules or parameters, and the script ignores some
+    ignored = set(given.get("ignored_states") or ())
+    others = set(given["module"].parameters()) - of_experts
+    if ignored.isdisjoint(others):
+        return _ignoring_modules(given, experts)
+    # The script ignores some parameters, so the experts' must be listed beside them. Give them values first: FSDP would
+    # replace those on the meta device, and the list would name parameters that are no longer the module's.
+    for each in experts:
         for part in each.modules():
             given["param_init_fn"](part)
-    return {**given, "ignored_states": states | {value for each in experts for value in each.parameters()}}
+        ignored.update(each.parameters())
+    return {**given, "ignored_states": ignored}
 
 
 def require_all_ranks(given: dict[str, Any], ranks: Ranks, who: str = "FullyShardedDataParallel") -> None:
@@ -142,15 +155,20 @@ def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
     def shard(module: Any, **given: Any) -> Any:
         __tracebackhide__ = True  # reports name the caller
         outermost = module if isinstance(module, (list, tuple)) else [module]
-        experts = [each for root in outermost for each in find_unsharded(root)]
+        experts = []
+        for root in outermost:
+            experts += find_unsharded(root)
         if experts and given.get("mesh") is not None:
             require_all_ranks({"device_mesh": given["mesh"]}, ranks, "fully_shard")
+        over_own_ranks = {**given, "mesh": mesh}
         for each in experts:
             each.is_sharded = True
             if each not in outermost:
-                fully_shard(each, **{**given, "mesh": mesh})
-        # A unit of experts alone: no one else has its parameters.
-        return inner(module, **({**given, "mesh": mesh} if set(experts) >= set(outermost) else given))
+                fully_shard(each, **over_own_ranks)
+        # A unit of experts alone: no other ranks have its parameters.
+        if set(experts) >= set(outermost):
+            return inner(module, **over_own_ranks)
+        return inner(module, **given)
 
     cell.cell_contents = shard
 
@@ -163,7 +181,8 @@ def install_function(mesh: DeviceMesh, ranks: Ranks) -> Callable[[], None]:
 def find_cell() -> Any:
     """Return the place of the function inside ``fully_shard``'s decorator; None if a release has no such place."""
     inner = inspect.unwrap(fully_shard)
-    for cell in getattr(fully_shard, "__closure__", None) or ():
+    cells = getattr(fully_shard, "__closure__", None) or ()
+    for cell in cells:
         if inspect.unwrap(cell.cell_contents) is inner:
             return cell
     return None
