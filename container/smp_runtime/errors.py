@@ -115,7 +115,7 @@ class ConnectionLostError(SMPRuntimeError):
 
 
 class NumericsError(SMPRuntimeError):
-    """A number that training must not go on from: not finite, far beyond the usual, or not the same on all replicas."""
+    """A number that must stop the training: not finite, far beyond the usual, or not the same on all replicas."""
 
     code = "SMP508"
 

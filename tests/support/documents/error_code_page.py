@@ -11,21 +11,21 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 HEAD = """\
 # Troubleshooting
 
-A message says what is wrong with which numbers, how they came about, and what to change. Behind it, or below it in a traceback
-(from Python 3.11 on), stands a code: `[SMP302]`. It leads to a section of this page, and `smp-estimator explain SMP302` prints it.
+A message names the problem with its numbers, where they come from, and what to change. A code such as `[SMP302]` ends it; from
+Python 3.11 on a traceback shows the code below the message. Each code has a section here, and `smp-estimator explain SMP302` prints it.
 
 | what you see | where to look |
 |---|---|
 | a message with a code | its section below |
 | `Training job …: Failed. Reason: …` | who failed first, why, and where in your script; the log has the traceback |
-| nothing goes on | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
+| the job makes no progress | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
 | the machine lacks something | `smp-estimator doctor` |
 | killed by signal 9 | memory: a smaller batch, more microbatches; [`plan`](planning.md) counts what a rank needs |
 | `/dev/shm` is small | [containers](image.md#when-a-job-fails-in-local-mode): `shm_size` |
 | losses differ from one process | degrees that need other batches: [the table](tensor-parallelism.md#batches) |
-| a message without a code | it is of the script, of PyTorch or of another library |
+| a message without a code | it comes from the script, from PyTorch or from another library |
 
-This page is made from `container/smp_config/data/error_codes.json`, which the program itself reads.
+This page is generated from `container/smp_config/data/error_codes.json`, which the program reads too.
 """
 
 
