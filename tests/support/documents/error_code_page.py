@@ -12,13 +12,14 @@ HEAD = """\
 # Troubleshooting
 
 A message names the problem with its numbers, where they come from, and what to change. A code such as `[SMP302]` ends it; from
-Python 3.11 on a traceback shows the code below the message. Each code has a section here, and `smp-estimator explain SMP302` prints it.
+Python 3.11 on a traceback shows the code below the message. Each code has a section here, which `smp-estimator explain SMP302`
+prints, too.
 
 | what you see | where to look |
 |---|---|
 | a message with a code | its section below |
 | `Training job …: Failed. Reason: …` | who failed first, why, and where in your script; the log has the traceback |
-| the job makes no progress | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
+| no progress | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
 | the machine lacks something | `smp-estimator doctor` |
 | killed by signal 9 | memory: a smaller batch, more microbatches; [`plan`](planning.md) counts what a rank needs |
 | `/dev/shm` is small | [containers](image.md#when-a-job-fails-in-local-mode): `shm_size` |
