@@ -21,7 +21,7 @@ from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
 from smp_runtime.optim.kinds.early_state import complete_state, is_without_values
 from smp_runtime.optim.kinds.inner_step import step_inner, whole_matrices
-from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts
+from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts, require_one_optimizer
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
@@ -152,28 +152,21 @@ class DistributedOptimizer(SavedOptimizer):
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
+        is_sharded = model.sharded_state is not None
         if mine & all_stages:
             found = whole_matrices(self.original_groups, model, self._session)
             self._give_whole(found, norms=self._ranks.size(Group.TP) > 1)
             check_parts(self.optimizer, model, mine, self._ranks)
-        if not mine & (all_stages if is_staged else (model.optimizer_shards or {}).keys()):
+        bound = all_stages if is_staged else (model.optimizer_shards or {}).keys()
+        if not mine & bound:
             return
-        if self._model is not None:
-            what = (
-                "one optimizer has parameters of two wrapped models that train in half precision or with sharded state"
-            )
-            raise SMPUserError(f"{what}; give each model an optimizer of its own", code="SMP304")
-        others = [o for o in self._session.optimizers if o is not self and o.updates(model)]
-        if others and (model.precision.is_half or model.sharded_state is not None):
-            raise SMPUserError(
-                "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
-                "optimizer with several parameter groups, or smp.optimizers.Muon, which has AdamW beside it",
-                code="SMP304",
-            )
-        if model.sharded_state is not None:
-            check_kind(self.optimizer, "shard_optimizer_state" if model.shards is None else "sharding", self._ranks)
+        others = [other for other in self._session.optimizers if other is not self and other.updates(model)]
+        require_one_optimizer(model, has_model=self._model is not None, has_others=bool(others))
+        if is_sharded:
+            setting = "shard_optimizer_state" if model.shards is None else "sharding"
+            check_kind(self.optimizer, setting, self._ranks)
         self._norms = self._norms_for(model)
-        self._give_whole(self._matrices, norms=is_staged or model.sharded_state is not None)
+        self._give_whole(self._matrices, norms=is_staged or is_sharded)
         self._model = model
         for group in self.optimizer.param_groups:
             self._replace(group)
@@ -348,17 +341,20 @@ class DistributedOptimizer(SavedOptimizer):
         Returns:
             Whether replicas must gather parameters: shards of them have changed.
         """
-        return self._writes.store() and self._model is not None and self._model.sharded_state is not None
+        has_written = self._writes.store()
+        is_sharded = self._model is not None and self._model.sharded_state is not None
+        return has_written and is_sharded
 
     def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that this class lacks; weights that it has moved reach the model."""
         model = self._model
-        if model is not None:
-            model.adopt_writes()
+        if model is None:
+            return method(*args, **kwargs)
+        model.adopt_writes()
         result = method(*args, **kwargs)
+        has_moved = self._writes.store()
         is_agreed = method.__name__ in ("train", "eval")  # every rank calls these, also one without a shard
-        has_moved = model is not None and self._writes.store()
-        if model is not None and model.sharded_state is not None and (has_moved or is_agreed):
+        if model.sharded_state is not None and (has_moved or is_agreed):
             model.sharded_state.gather_parameters()
         return result
 
@@ -465,7 +461,8 @@ class DistributedOptimizer(SavedOptimizer):
             return
         whole, shards = self._gradients_of(among)
         clamp([gradient for _, gradient in whole], limit)
-        (others := self._others(among)).clamp(limit)
+        others = self._others(among)
+        others.clamp(limit)
         self._masters.clamp(limit, shards, others.scale)  # last, for the same reason
 
     def _others(self, among: Iterable[nn.Parameter] | None) -> OtherGradients:
@@ -476,9 +473,11 @@ class DistributedOptimizer(SavedOptimizer):
         self, among: Iterable[nn.Parameter] | None
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
         """Return the parameters that are updated directly, with their gradients, and the optimizer shards, of ``among`` or all."""
-        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
+        parameters = self._parameters() if among is None else among
+        wanted = set(map(id, parameters))
         whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
-        return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
+        shards = [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
+        return whole, shards
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -487,8 +486,9 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _updated_themselves(self) -> list[nn.Parameter]:
         """Return the parameters on this rank that are updated directly, not through optimizer shards."""
-        optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
-        return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
+        model = self._model
+        shards = {} if model is None else model.optimizer_shards or {}
+        return [parameter for parameter in self._parameters() if parameter not in shards]
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

@@ -56,9 +56,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        if found:
+            return found
         # A rank without parameters of its own finds nothing.
         # It must still take part in the all-reduce of the found flags.
-        return found or {(device := sessions.current_session().ranks.device): torch.zeros((), device=device)}
+        device = sessions.current_session().ranks.device
+        return {device: torch.zeros((), device=device)}
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def scale_down(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> torch.Tensor | None:
-    """Scale gradients of a norm down to ``max_norm``, as PyTorch does; returns the factor, None where they stay as they are.
+    """Scale gradients of a norm down to ``max_norm``, as PyTorch does; returns the factor, or None if they stay as they are.
 
-    The host does not wait for a device to know the norm: there all are multiplied, by 1 if they are short enough.
+    The host does not wait for a device's norm: on a device all gradients are multiplied, by 1 if the norm is small enough.
     """
+    # PyTorch's constant, so that clipped gradients equal those of one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if factor.device.type == "cpu" and factor >= 1.0:
         return None
@@ -152,13 +153,14 @@ class WholeNorms:
         # In each sum, so that a rank without such gradients takes part with 0. In float64, since sums of many lose digits.
         zero = torch.zeros(1, device=device, dtype=torch.float64)
         # A parameter that the sharding does not know is whole on all of its ranks.
-        shared_out = (
-            self._model.optimizer_shards or {} if self._model is not None and self._sharing is not None else None
-        )
+        shared_out = None
+        if self._model is not None and self._sharing is not None:
+            shared_out = self._model.optimizer_shards or {}
         kinds: dict[str, list[torch.Tensor]] = {"whole": [], "split": [], "alone": []}
         for parameter, gradient in gradients:
-            is_alone = shared_out is not None and parameter not in shared_out
-            kind = "alone" if is_alone else "split" if id(parameter) in split_ids else "whole"
+            kind = "split" if id(parameter) in split_ids else "whole"
+            if shared_out is not None and parameter not in shared_out:
+                kind = "alone"
             kinds[kind].append(gradient.coalesce().values() if gradient.is_sparse else gradient)
         norms = [torch.cat([zero, *_norms(tensors, p, device)]) for tensors in kinds.values()]
         if math.isinf(p):
@@ -283,7 +285,7 @@ def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> l
     """Return the norms of tensors in vectors of float64, measured by one operation for each of their types."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        # The greatest of no elements is nothing that PyTorch would return. Of complex numbers their lengths count.
+        # PyTorch has no maximum of zero elements. Complex numbers count by their absolute values.
         if tensor.numel():
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(
                 tensor.abs() if tensor.is_complex() else tensor

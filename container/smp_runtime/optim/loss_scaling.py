@@ -105,7 +105,9 @@ class DynamicLossScaler:
             self._good_steps = 0
             if self._overflows_left <= 1:
                 fallen = self.scale / self._factor
-                self.scale = max(fallen if self._has_succeeded else min(fallen, FLOAT16_RANGE), self._min_scale)
+                if not self._has_succeeded:
+                    fallen = min(fallen, FLOAT16_RANGE)
+                self.scale = max(fallen, self._min_scale)
             else:
                 self._overflows_left -= 1
             return

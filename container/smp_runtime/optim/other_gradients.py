@@ -48,8 +48,12 @@ class OtherGradients:
             if parameter in known:
                 continue
             shard = shards.get(parameter)
-            # If the shard is None, another rank has the gradient.
-            gradient = shard.gradient if shard is not None else None if parameter in shards else get_gradient(parameter)
+            if shard is not None:
+                gradient = shard.gradient
+            elif parameter in shards:  # another rank has the gradient
+                gradient = None
+            else:
+                gradient = get_gradient(parameter)
             if gradient is not None:
                 counts = state is None or shard is None or state.counts(shard)
                 self._found.append((parameter, gradient, counts))

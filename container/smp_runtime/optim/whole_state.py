@@ -39,21 +39,16 @@ def whole_state(
         gatherer: with sharded state; then every rank of the group calls this, and tensors are on the CPU.
         keep: False on a rank that only takes part in gathering; it gets no tensors.
     """
-    numbers: dict[nn.Parameter, int] = {}
-    groups = []
-    for group, parameters in zip(optimizer.param_groups, originals, strict=True):
-        for parameter in parameters:
-            numbers.setdefault(parameter, len(numbers))
-        settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**settings, "params": [numbers[parameter] for parameter in parameters]})
+    numbers, groups = _numbered_groups(optimizer, originals)
     tensors: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
     others: dict[str, dict[nn.Parameter, Any]] = {}
     frozen: dict[str, dict[nn.Parameter, Any]] = {}  # of what nothing shares out, such as Adagrad makes before any step
     for parameter in numbers:
-        shard = optimizer_shards.get(parameter)
-        updated = parameter if parameter not in optimizer_shards else shard.optimized if shard is not None else None
-        for key, value in (optimizer.state.get(updated, {}) if updated is not None else {}).items():
-            shaped = updated is not None and is_elementwise(value, updated)
+        updated = _updated_tensor(parameter, optimizer_shards)
+        if updated is None:
+            continue
+        for key, value in optimizer.state.get(updated, {}).items():
+            shaped = is_elementwise(value, updated)
             if gatherer is not None and parameter not in optimizer_shards:
                 here = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
                 frozen.setdefault(key, {})[parameter] = here
@@ -70,6 +65,30 @@ def whole_state(
             for parameter, value in values.items():
                 state.setdefault(numbers[parameter], {})[key] = value
     return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+
+def _numbered_groups(
+    optimizer: torch.optim.Optimizer, originals: Sequence[Sequence[nn.Parameter]]
+) -> tuple[dict[nn.Parameter, int], list[dict[str, Any]]]:
+    """Return the numbers of parameters in a ``state_dict``, in their order, and its groups."""
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group, parameters in zip(optimizer.param_groups, originals, strict=True):
+        for parameter in parameters:
+            numbers.setdefault(parameter, len(numbers))
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**settings, "params": [numbers[parameter] for parameter in parameters]})
+    return numbers, groups
+
+
+def _updated_tensor(
+    parameter: nn.Parameter, optimizer_shards: Mapping[nn.Parameter, OptimizerShard | None]
+) -> torch.Tensor | None:
+    """Return the tensor that the optimizer updates for a parameter; None if another rank updates it."""
+    if parameter not in optimizer_shards:
+        return parameter
+    shard = optimizer_shards[parameter]
+    return None if shard is None else shard.optimized
 
 
 def is_elementwise(value: Any, of: torch.Tensor) -> bool:
@@ -202,11 +221,10 @@ def _of_all_parts(
             and is_elementwise(value, parameters[number])
         )
 
-    mine = {
-        (number, key): value.dtype if is_split(number, value) else None
-        for number, values in state.items()
-        for key, value in values.items()
-    }
+    mine: dict[tuple[int, str], torch.dtype | None] = {}
+    for number, values in state.items():
+        for key, value in values.items():
+            mine[number, key] = value.dtype if is_split(number, value) else None
     everyone = ranks.control.allgather(mine, members)
     lacking = sorted(set().union(*everyone) - set.intersection(*(set(each) for each in everyone)))
     if not lacking:

@@ -8,7 +8,7 @@ reach the shards of all ranks without any communication: each rank keeps its own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -174,20 +174,17 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             for unit in filled:
                 unit.reshard()
             raise
-        keys = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        returned = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         for shards, unit in units:
-            if writes or unit.storage_key in keys:
+            # The script can write into a result that shares the unit's memory, which changes no counter of the parameter.
+            if writes or unit.storage_key in returned:
                 unit.is_touched = True
-            else:
-                shards.note_read()
-                _end_read(unit, filled)
+                continue
+            # The result has memory of its own, so nothing needs the filled values any more.
+            shards.note_read()
+            if unit in filled:
+                unit.reshard()
     return result
-
-
-def _end_read(unit: GatheredUnit, filled: Collection[GatheredUnit]) -> None:
-    # The result has memory of its own, so that nothing needs the filled values any more.
-    if unit in filled:
-        unit.reshard()
 
 
 def _units_in(values: Any) -> Iterator[tuple[Shards, GatheredUnit]]:

@@ -112,7 +112,7 @@ class FlatShards(Generic[Unit]):
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def _hand_out(self, unit: Unit, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        """Bring reduced gradients to where the optimizer takes them from.
+        """Store reduced gradients where the optimizer reads them.
 
         Args:
             reduced: those of this rank's shard, ``[shard_elements]``.
@@ -154,12 +154,12 @@ class FlatShards(Generic[Unit]):
                 shard.reduced = None
 
     def hand_out_zeros(self) -> None:
-        """Let gradients that the script has set to zero, and that nothing was added to, be there."""
+        """Create the gradients that the script has set to zero and that no pass has added to."""
         for unit in self.script_gradients.zeroed():
             self.hand_out_zeros_of(unit)
 
     def hand_out_zeros_of(self, unit: Any) -> None:
-        """Let there be gradients of a unit that nothing was reduced of, to which later ones are added."""
+        """Create zero gradients of a unit without reduced ones; later gradients are added to them."""
         self._hand_out(unit, self._zeros_of(unit), [False] * len(unit.parameters))
 
     def _zeros_of(self, unit: Unit) -> torch.Tensor:
@@ -241,9 +241,9 @@ class FlatShards(Generic[Unit]):
         return self._whole_of(unit, values, room, self._ranks.collectives, self._group)
 
     def _room(self, units: Iterable[Unit], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the whole of any of these units, to be used for one after the other.
+        """Allocate memory that holds the whole of any of these units, for one unit at a time.
 
-        So the memory is touched for the first time only once.
+        So its pages are touched for the first time only once.
         """
         most = max((unit.shard_elements for unit in units), default=0)
         return torch.empty(len(self._members) * most, dtype=dtype, device=device)
@@ -278,9 +278,9 @@ class FlatShards(Generic[Unit]):
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         """Return one object per parameter, from any rank that has one; every rank of the group calls it."""
         # On the CPU: a device number means another device on another rank.
-        by_number = {
-            self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
-        }
+        by_number = {}
+        for parameter, value in values.items():
+            by_number[self._numbers[parameter]] = value.cpu() if isinstance(value, torch.Tensor) else value
         merged: dict[int, Any] = {}
         for theirs in self._ranks.control.allgather(by_number, self._members):
             for number, value in theirs.items():

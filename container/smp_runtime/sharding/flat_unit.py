@@ -156,7 +156,7 @@ class RoundingGather(Protocol):
     """Gathers a unit's parameters in fewer bits than they are kept in."""
 
     def may_round(self) -> bool:
-        """Return whether it may by now; the same on all ranks."""
+        """Return whether gathers may be rounded by now; the same on all ranks."""
         ...
 
     def start(self, gathering: Gathering, full: torch.Tensor) -> Work:
@@ -245,9 +245,11 @@ class SavedView:
             SMPUserError: the parameter has another value than the one that was saved.
         """
         unit = self.unit
-        if unit is not None and need is not None and not unit.ready:
+        if unit is None:
+            return self.tensor
+        if need is not None and not unit.ready:
             need(unit)
-        if unit is None or not self.is_overwritten:
+        if not self.is_overwritten:
             return self.tensor
         name = unit.names[self.index] if unit.names else f"a parameter of {unit.name or 'the model'}"
         raise SMPUserError(

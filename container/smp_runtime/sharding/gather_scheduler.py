@@ -303,7 +303,7 @@ class GatherTrace:
     """The sequence of units that were gathered.
 
     Attributes:
-        digest: equal for equal sequences, and with all likelihood only for them; below 2**24.
+        digest: equal for equal sequences, and almost surely different for others; below 2**24.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class ReduceScatterInput:
         self.units = list(units)
         self.columns = sum(unit.shard_elements for unit in units)
         first = units[0]
-        # What arrives is written, not added, so that nothing has to be cleared but what does not arrive.
+        # Gradients are written, not added, so only the places of missing gradients have to be cleared.
         flat = collectives.empty(first.shards * self.columns, dtype, first.device, group)
         self.buffer = flat.view(first.shards, self.columns)
         self._rows = list(rows)
@@ -100,7 +100,7 @@ class PendingReduceScatter:
         filling: the gradients that were sent.
         works: its collectives, one after the other.
         parts: of this rank's row, by collective.
-        is_sum: whether the row is the storage of these units' sums itself, which hold nothing else then.
+        is_sum: whether the row is received into the storage of these units' sums, which were empty before.
     """
 
     filling: ReduceScatterInput
@@ -219,7 +219,7 @@ class ShardedGradients:
             group = self._groups[number]
             elements = sum(other.filled for other in group)
             if self._travelling is not None:
-                # On its way a bucket is there twice: as sent, and as it comes in.
+                # A bucket in flight takes memory twice: for what is sent and for what is received.
                 under_way = 2 * sum(other.filled for other in self._travelling.filling.units)
                 if elements + under_way > self._bucket_elements:
                     self._finish()
@@ -319,7 +319,7 @@ class ShardedGradients:
         self._summed = set()
 
     def _exchange(self) -> list[int]:
-        """Agree on which parameters were used; returns the groups that some rank has something left of.
+        """Agree on which parameters were used; return the groups for which any rank has gradients left.
 
         Raises:
             SMPUserError: on all ranks: those of a sharding group have not gathered the same units in the same order.

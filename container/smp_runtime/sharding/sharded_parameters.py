@@ -72,8 +72,9 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         scales = find_scales(module)
         chosen = [p for p in parameters if is_sharded(p, self.options) and id(p) not in wide]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        units = [
-            ShardedUnit(
+        units = []
+        for plan in plan_units(module, chosen, self.options, scales):
+            unit = ShardedUnit(
                 plan.name,
                 plan.module,
                 plan.parameters,
@@ -84,8 +85,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 by_tokens=plan.by_tokens,
                 names=[names.get(id(parameter), "") for parameter in plan.parameters],
             )
-            for plan in plan_units(module, chosen, self.options, scales)
-        ]
+            units.append(unit)
         for unit in units:
             if all(id(parameter) in scales for parameter in unit.parameters):
                 unit.rounding = EightBitGather(unit, [scales[id(parameter)] for parameter in unit.parameters])

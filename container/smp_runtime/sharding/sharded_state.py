@@ -53,7 +53,7 @@ class ShardedState(FlatShards[WholeUnit]):
         masters: values of these float32 copies, by parameter.
         most_bytes: largest unit, except for a single larger parameter.
         own_batch: parameters with gradients of this rank's own batch while its tensor parallel group has others: they
-            are summed over that group too. Of the same sizes, and in the same order, on all its ranks.
+            are summed over that group too. Their sizes and their order are the same on all ranks of that group.
 
     Attributes:
         buckets: the division of the gradients, the same as that of the units.

@@ -39,7 +39,8 @@ class WatchedParameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is not None and (uses := self._uses()) is not None:
+        uses = self._uses() if parameter is not None else None
+        if uses is not None:
             uses.read(parameter)
         return parameter
 

@@ -56,7 +56,7 @@ def _constructed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     try:
         made: Any = kind([{**options, "params": [parameter]}], **settings)
-    except Exception as error:
+    except Exception as error:  # a constructor of any library, with any kind of error
         raise SMPUserError(
             f"{kind.__name__} has made state in its constructor for a parameter of shape {list(parameter.shape)} that had no "
             f"values then, or that another one takes the place of, and it cannot be constructed again from its settings ({error}): "

@@ -109,6 +109,29 @@ def check_parts(
         )
 
 
+def require_one_optimizer(model: TrainedModel, *, has_model: bool, has_others: bool) -> None:
+    """Refuse an optimizer of two models with separate copies of their weights, and two optimizers of one such model.
+
+    Args:
+        model: the model that an optimizer is bound to.
+        has_model: the optimizer updates shards of another model already.
+        has_others: other optimizers update shards of ``model`` already.
+
+    Raises:
+        SMPUserError: one of the two.
+    """
+    if has_model:
+        what = "one optimizer has parameters of two wrapped models that train in half precision or with sharded state"
+        raise SMPUserError(f"{what}; give each model an optimizer of its own", code="SMP304")
+    has_copies = model.precision.is_half or model.sharded_state is not None
+    if has_others and has_copies:
+        raise SMPUserError(
+            "a second optimizer was wrapped for a model that trains in half precision or with sharded state; use one "
+            "optimizer with several parameter groups, or smp.optimizers.Muon, which has AdamW beside it",
+            code="SMP304",
+        )
+
+
 def make_dense(optimizer: torch.optim.Optimizer) -> None:
     """Make sparse gradients dense for an optimizer of PyTorch or of this library that would refuse them."""
     if isinstance(optimizer, _TAKE_SPARSE):

@@ -208,36 +208,49 @@ class WholeMatrices:
             return self._planned[1]
         ranks = self._ranks
         state = self._model.sharded_state if self._model is not None else None
-        mine = MatrixHolding(
-            sharers=(ranks.rank,) if state is None else tuple(ranks.members(state.sharing)),
-            tensor=tuple(ranks.members(Group.TP)),
-            regions={each.name: tuple(each.regions) for each in matrices if each.regions},
-            joined={each.name: each.join.name for each in matrices if each.join is not None},
-            split=frozenset(each.name for each in matrices if each.is_split),
-            widths={each.name: update.wire_dtype(each).itemsize for each in matrices if each.regions},
-        )
+        mine = self._holding(update, matrices)
         members = ranks.members(Group.DP)
         everyone = ranks.control.allgather(mine, members) if len(members) > 1 else [mine]
         holdings = dict(zip(members, everyone, strict=True))
         if not is_complete(holdings):  # in a rehearsal, where one rank stands for all
             known = {each.name: each.record for each in matrices if each.record is not None}
-            holdings = infer_holdings(ranks, mine, known, {each.name: each.join for each in matrices}, state)
+            joins = {each.name: each.join for each in matrices}
+            holdings = infer_holdings(ranks, mine, known, joins, state)
         rounds = in_rounds(share_out(holdings))
         self._planned = planned_for, rounds
         return rounds
 
+    def _holding(self, update: MatrixUpdate, matrices: Sequence[Matrices]) -> MatrixHolding:
+        """Return what this rank has of the matrices, for the other ranks."""
+        ranks = self._ranks
+        state = self._model.sharded_state if self._model is not None else None
+        present = [each for each in matrices if each.regions]
+        return MatrixHolding(
+            sharers=(ranks.rank,) if state is None else tuple(ranks.members(state.sharing)),
+            tensor=tuple(ranks.members(Group.TP)),
+            regions={each.name: tuple(each.regions) for each in present},
+            joined={each.name: each.join.name for each in matrices if each.join is not None},
+            split=frozenset(each.name for each in matrices if each.is_split),
+            widths={each.name: update.wire_dtype(each).itemsize for each in present},
+        )
+
     def _used(self, rounds: Sequence[Sequence[SharedMatrix]], by_name: Mapping[str, Matrices]) -> set[tuple[str, ...]]:
-        """Return the parameters of matrices among those of several ranks of which any rank has a gradient."""
-        several = sorted({shared.parameters for each in rounds for shared in each if not shared.is_on_one_rank})
+        """Return the parameters of matrices of several ranks, of those for which any rank has a gradient."""
+        several: set[tuple[str, ...]] = set()
+        for each in rounds:
+            several.update(shared.parameters for shared in each if not shared.is_on_one_rank)
         if not several:
             return set()
-        flags = torch.zeros(len(several), dtype=torch.int64, device="cpu")
-        for at, names in enumerate(several):
-            flags[at] = int(any(name in by_name and _has_gradient(by_name[name]) for name in names))
+        # Sorted, so that a flag means the same matrix on every rank.
+        asked = sorted(several)
+        flags = torch.zeros(len(asked), dtype=torch.int64, device="cpu")
+        for at, names in enumerate(asked):
+            here = [by_name[name] for name in names if name in by_name]
+            flags[at] = int(any(map(_has_gradient, here)))
         ranks = self._ranks
         group, size = ranks.groups.group(Group.DP), ranks.size(Group.DP)
         sums = FlagAllReduce(flags, ranks.device, ranks.collectives, group, size).finish()
-        return {names for names, count in zip(several, sums.tolist(), strict=True) if count}
+        return {names for names, count in zip(asked, sums.tolist(), strict=True) if count}
 
     def _round(self, update: MatrixUpdate, shared: Sequence[SharedMatrix], by_name: Mapping[str, Matrices]) -> None:
         """Exchange directions and updates of some matrices; all ranks of the stage call this."""
@@ -360,5 +373,10 @@ def _unknown(settings: Settings, parameter: nn.Parameter, number: int) -> Matric
 
 def whole_here(groups: Sequence[Settings], is_taken: Callable[[Settings], bool]) -> list[Matrices]:
     """Return the parameters of an optimizer that has all of their elements, of the groups that have matrices."""
-    parameters = [(group, p) for group in groups if is_taken(group) for p in group["params"]]
-    return [_unknown(group, parameter, number) for number, (group, parameter) in enumerate(parameters)]
+    found: list[Matrices] = []
+    for group in groups:
+        if not is_taken(group):
+            continue
+        for parameter in group["params"]:
+            found.append(_unknown(group, parameter, len(found)))
+    return found

@@ -63,17 +63,21 @@ def joins_and_rates(
 def _joined(name: str, found: Sequence[ParameterRecord]) -> dict[nn.Parameter, Join]:
     """Return the joins of a matrix's parts; none if they are not all of it, are cut in different ways, or one is frozen."""
     origins = [each.origin for each in found if each.origin is not None]
-    shape = origins[0].shape[::-1] if origins[0].transposed else origins[0].shape
-    if {each.transposed for each in origins} != {origins[0].transposed}:
+    first = origins[0]
+    if any(origin.transposed != first.transposed for origin in origins):
         return {}
     if not all(each.parameter.requires_grad for each in found):
         return {}
+    shape = first.shape[::-1] if first.transposed else first.shape
+    split_axes = {each.placement.tensor_axis for each in found}
     for axis in (0, 1):
-        if {each.placement.tensor_axis for each in found} in ({None}, {axis}) and _are_in_line(
-            found, origins, shape, axis
-        ):
-            joins = [Join(name, shape, axis, origin.start[axis]) for origin in origins]
-            return {each.parameter: join for each, join in zip(found, joins, strict=True)}
+        may_follow = split_axes in ({None}, {axis})
+        if not may_follow or not _are_in_line(found, origins, shape, axis):
+            continue
+        joins = {}
+        for record, origin in zip(found, origins, strict=True):
+            joins[record.parameter] = Join(name, shape, axis, origin.start[axis])
+        return joins
     return {}
 
 

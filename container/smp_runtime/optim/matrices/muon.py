@@ -73,8 +73,10 @@ class MuonUpdate:
 
     def wire_dtype(self, matrices: Matrices) -> torch.dtype:
         """See :class:`.MatrixUpdate`."""
-        is_double = matrices.updated is not None and matrices.updated.dtype is torch.float64
-        return torch.float64 if is_double and not self._as_pytorch else torch.bfloat16
+        if self._as_pytorch or matrices.updated is None:
+            return torch.bfloat16
+        is_double = matrices.updated.dtype is torch.float64
+        return torch.float64 if is_double else torch.bfloat16
 
     def direction(self, matrices: Matrices, region: Region) -> torch.Tensor:
         """See :class:`.MatrixUpdate`."""

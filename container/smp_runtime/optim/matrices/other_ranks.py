@@ -69,5 +69,9 @@ def _bounds_at(record: ParameterRecord, here: int, there: int) -> tuple[int, ...
     if len(pieces) == 1:
         size = place.tensor_longest
         return min(there * size, length), min((there + 1) * size, length)
-    moved = [(there - here) * (stop - start) for start, stop in pieces]
-    return tuple(each + by for piece, by in zip(pieces, moved, strict=True) for each in piece)
+    # Several pieces, such as queries, keys and values in one weight, are each divided equally.
+    bounds = []
+    for start, stop in pieces:
+        distance = (there - here) * (stop - start)
+        bounds += [start + distance, stop + distance]
+    return tuple(bounds)

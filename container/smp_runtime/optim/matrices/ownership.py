@@ -86,10 +86,7 @@ def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
     Returns:
         All of them, of all replicas, in the same order on every rank.
     """
-    loads = {
-        rank: sum(work(region.shape) for regions in holding.regions.values() for region in regions if region.is_whole)
-        for rank, holding in holdings.items()
-    }
+    loads = {rank: _work_alone(holding) for rank, holding in holdings.items()}
     widths = {name: width for holding in holdings.values() for name, width in holding.widths.items()}
     shared = []
     for (key, _), parts in sorted(_parts(holdings).items()):
@@ -103,6 +100,14 @@ def share_out(holdings: Mapping[int, MatrixHolding]) -> list[SharedMatrix]:
         loads[owner] += work(region.shape)
         shared.append(SharedMatrix(key, owner, parts, widths[name]))
     return shared
+
+
+def _work_alone(holding: MatrixHolding) -> int:
+    """Return the work for the matrices that a rank has whole, which no other rank can take over."""
+    total = 0
+    for regions in holding.regions.values():
+        total += sum(work(region.shape) for region in regions if region.is_whole)
+    return total
 
 
 def is_complete(holdings: Mapping[int, MatrixHolding]) -> bool:
@@ -130,7 +135,10 @@ def _are_lacking(parts: Mapping[Part, Region]) -> bool:
 
 def _members(holdings: Mapping[int, MatrixHolding], rank: int) -> tuple[int, ...]:
     """Return the ranks that together have all of what tensor parallelism cuts."""
-    return tuple(sorted({other for peer in holdings[rank].tensor for other in holdings[peer].sharers}))
+    members: set[int] = set()
+    for peer in holdings[rank].tensor:
+        members.update(holdings[peer].sharers)
+    return tuple(sorted(members))
 
 
 def work(shape: Sequence[int]) -> int:

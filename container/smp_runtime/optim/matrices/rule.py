@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,9 @@ _OTHER_MODULES = (
     nn.ConvTranspose3d,
 )
 
+#: The places of each parameter: the path to it, its module and itself, by ``id``.
+_Places = dict[int, list[tuple[str, nn.Module, nn.Parameter]]]
+
 
 def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Divide a model's parameters into hidden matrices and all others, in their order.
@@ -35,33 +38,18 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     """
     _refuse_flat(model)
     places = _places(model)
-    registry = getattr(model, "registry", None)
-    shapes: dict[int, tuple[int, ...]] = {}
-    for found in places.values():
-        for _, _, parameter in found:
-            known = registry.record_of(parameter).shape if isinstance(registry, ParameterRegistry) else parameter.shape
-            shapes[id(parameter)] = tuple(known)
-    tables = [
-        shapes[key]
-        for key, found in places.items()
-        if len(shapes[key]) == 2 and any(_is_table(path, module) for path, module, _ in found)
-    ]
-    vocabulary = max((shape[0] for shape in tables), default=0)
+    shapes = _whole_shapes(model, places)
+    vocabulary = _longest_table(places, shapes)
     named_heads = _output_embeddings(model)
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter in dict.fromkeys(model.parameters()):
-        key = id(parameter)
-        shape = shapes.get(key, tuple(parameter.shape))
-        is_matrix = (
-            len(shape) in (2, 3)
-            and min(shape[-2:]) > 1
-            and not parameter.is_complex()
-            and not any(
-                _is_table(path, module) or id(module) in named_heads or _is_head(path, shape, vocabulary)
-                for path, module, _ in places.get(key, ())
-            )
-        )
+        shape = shapes.get(id(parameter), tuple(parameter.shape))
+        is_matrix = len(shape) in (2, 3) and min(shape[-2:]) > 1 and not parameter.is_complex()
+        # A tied parameter has several places. It is a table or a head if it is one in any of them.
+        for path, module, _ in places.get(id(parameter), ()):
+            if id(module) in named_heads or _is_table(path, module) or _is_head(path, shape, vocabulary):
+                is_matrix = False
         (matrices if is_matrix else others).append(parameter)
     return matrices, others
 
@@ -77,13 +65,36 @@ def _refuse_flat(model: nn.Module) -> None:
         )
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, nn.Parameter]]]:
+def _places(model: nn.Module) -> _Places:
     """Return the places of each parameter: the path to it, its module and itself, by ``id``."""
-    places: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = {}
+    places: _Places = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((f"{path}.{name}", module, parameter))
     return places
+
+
+def _whole_shapes(model: nn.Module, places: _Places) -> dict[int, tuple[int, ...]]:
+    """Return the shapes of parameters, by ``id``; of split or sharded ones, the shapes of the whole tensors."""
+    registry = getattr(model, "registry", None)
+    shapes: dict[int, tuple[int, ...]] = {}
+    for found in places.values():
+        for _, _, parameter in found:
+            shape: Sequence[int] = parameter.shape
+            if isinstance(registry, ParameterRegistry):
+                shape = registry.record_of(parameter).shape
+            shapes[id(parameter)] = tuple(shape)
+    return shapes
+
+
+def _longest_table(places: _Places, shapes: Mapping[int, tuple[int, ...]]) -> int:
+    """Return the rows of the largest table of embeddings, which an output head has too; 0 without one."""
+    longest = 0
+    for key, found in places.items():
+        is_table = any(_is_table(path, module) for path, module, _ in found)
+        if is_table and len(shapes[key]) == 2:
+            longest = max(longest, shapes[key][0])
+    return longest
 
 
 def _is_table(path: str, module: nn.Module) -> bool:
@@ -91,7 +102,9 @@ def _is_table(path: str, module: nn.Module) -> bool:
         return True
     # Such as the positions of a vision model, or adapters of tables, which PEFT keeps in a dictionary by their names.
     is_collection = isinstance(module, nn.ParameterDict | nn.ParameterList)
-    return any("embed" in name for name in path.lower().split(".")[-2 if is_collection else -1 :])
+    names = path.lower().split(".")
+    own_names = names[-2:] if is_collection else names[-1:]
+    return any("embed" in name for name in own_names)
 
 
 def _is_head(path: str, shape: tuple[int, ...], vocabulary: int) -> bool:
