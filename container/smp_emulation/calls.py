@@ -57,7 +57,8 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 
 def refuse_call(name: str, why: str, way_out: str = "", is_class: bool = False) -> CoveredCall:
     """Return a covered call that raises NeedsGpuError; a class raises it when it is instantiated."""
-    value = (refusing_class if is_class else make_refusal)(name, why, way_out)
+    refuse = refusing_class if is_class else make_refusal
+    value = refuse(name, why, way_out)
     return CoveredCall(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
 
 

@@ -135,17 +135,19 @@ def emulated() -> Iterator[None]:
 def _put(call: CoveredCall) -> None:
     way, _, name = call.name.rpartition(".")
     owner = _owner(way)
-    original = None if owner is None else getattr(owner, name, _ABSENT)
-    if owner is None or (original is _ABSENT and not call.is_new):
+    if owner is None:
+        return
+    original = getattr(owner, name, _ABSENT)
+    if original is _ABSENT and not call.is_new:
         return  # this release of PyTorch has no such name
     value = call.replacement(None if original is _ABSENT else original)
     _set(owner, name, value)
+    if original is None:
+        return
     for other in _ALSO_IN.get(way, ()):
         place = _owner(other)
-        if place is None or original is None:
-            continue
         # Only the same object: a script or a library may have put its own there.
-        if vars(place).get(name, _ABSENT) is original:
+        if place is not None and vars(place).get(name, _ABSENT) is original:
             _set(place, name, value)
 
 

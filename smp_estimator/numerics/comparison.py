@@ -275,11 +275,8 @@ class _Judge:
                     if total.key.phase == INPUT
                 }
                 of_owners = {head.rank for head in run.heads}
-                pieces = (
-                    next((total.pieces for total in run.moments[at].values() if total.key in keys), {})
-                    if at in run.moments
-                    else {}
-                )
+                totals_there = run.moments.get(at, {}).values()
+                pieces = next((total.pieces for total in totals_there if total.key in keys), {})
                 ranks = sorted(
                     {rank for piece, part in pieces.items() if piece.owner in owners for rank in part.ranks}
                     or of_owners
@@ -349,7 +346,9 @@ class _Judge:
             if not self._weights_apart:
                 return stored
             apart = self._weights_apart.get(a.key.name, 0.0)
-            return (2.0 * apart / a.norm if a.norm else math.inf if apart else 0.0) + _HANDED_ON * own
+            if not a.norm:
+                return math.inf if apart else _HANDED_ON * own
+            return 2.0 * apart / a.norm + _HANDED_ON * own
         rounding = max(own, self._rounding)
         base = _ROUNDINGS * rounding + _SUMMED * ROUNDING["float32"] * math.sqrt(a.length)
         if phase == GRADIENT:  # summed over microbatches and replicas, too
@@ -373,7 +372,10 @@ class _Judge:
             # No later error is explained by it: a run with such an update has weights that are not finite either.
             return Compared(*at, a.key, error, _HANDED_ON * own, error / unit, tuple(sorted(b.ranks)))
         weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
-        stored = _HANDED_ON * own * (weight.norm if weight else 0.0) / size if size else 0.0
+        # An update is the difference of two stored weights, so their rounding is in it.
+        stored = 0.0
+        if weight and size:
+            stored = _HANDED_ON * own * weight.norm / size
         allowed = stored + _HANDED_ON * own
         if has_gradient:
             source, other = (found[TensorKey(GRADIENT, a.key.name, 0)] for found in totals)

@@ -371,7 +371,8 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
             total.time = min(total.time, value.time)
             former = counted.setdefault((key, piece, value.part), (rank, value))
             if former[1] is not value:
-                if former[0] != rank and (error := _copies_error(former[1], value)) > 0:
+                error = _copies_error(former[1], value) if former[0] != rank else 0.0
+                if error > 0:
                     drifts.append(Drift(*at, key, (former[0], rank), error))
                 continue
             total.add(value)

@@ -111,7 +111,8 @@ def _wait_for(
     )
     try:
         return process.wait(timeout)
-    except BaseException:
+    except BaseException:  # the timeout, or Ctrl-C
+        # SIGTERM first: a launcher then ends its ranks and writes how they ended.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)

@@ -54,8 +54,8 @@ class Operations(TorchDispatchMode):
         kwargs = composites.place_factory(func, tensors, kwargs)
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"
-        from_device = any(place is not None and place.device is not None for place in places)
-        if not to_device and not from_device:
+        devices = [place.device for place in places if place is not None and place.device is not None]
+        if not to_device and not devices:
             return self._on_host(func, args, kwargs, tensors, places)
         if func.namespace == "c10d":
             return _run_collective(func, args, kwargs)
@@ -69,8 +69,7 @@ class Operations(TorchDispatchMode):
             return 0  # plain operations: CUDA's fused ones do not run here
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
-        own = next(p.device for p in places if p is not None and p.device is not None)
-        number = own if asked is None else self._devices.index(asked)
+        number = devices[0] if asked is None else self._devices.index(asked)
         call = _DeviceCall(self._devices, func, flat, spec, number)
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(call, func, args, kwargs)
@@ -254,10 +253,12 @@ class _DeviceCall:
 
     def key(self) -> Any:
         """Return the cache key for the forms of the results."""
-        parts = [
-            (leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
-            for leaf in self.flat
-        ]
+        parts: list[tuple[Any, ...]] = []
+        for leaf in self.flat:
+            if isinstance(leaf, torch.Tensor):
+                parts.append((leaf.size(), leaf.stride(), leaf.dtype))
+            else:
+                parts.append((type(leaf), repr(leaf)))
         return self.func, torch.get_default_dtype(), self.spec, tuple(parts)
 
     def on_meta(self) -> Any:
@@ -324,10 +325,12 @@ class _DeviceCall:
         self.count(new)
         real = self.real()
         places = [self.devices.memory.place_of(tensor) for tensor in new]
-        targets = [
-            view_of(place.block, tensor) if place is not None and place.block is not None else None
-            for tensor, place in zip(new, places, strict=True)
-        ]
+        targets: list[torch.Tensor | None] = []
+        for tensor, place in zip(new, places, strict=True):
+            if place is None or place.block is None:
+                targets.append(None)
+            else:
+                targets.append(view_of(place.block, tensor))
         drawn = random_numbers.keep_random_state(self.func, self.run_on, real, self.devices.generators[self.number])
         # Not through self, which would keep the program's tensors alive until the work is done.
         func, spec = self.func, self.spec

@@ -50,7 +50,9 @@ def _dtype(original: Any) -> Any:
     @functools.wraps(original)
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         kind = kind_here(device_type)
-        return original(device_type if kind != device_type and not _is_autocast_enabled(kind) else kind)
+        if kind != device_type and not _is_autocast_enabled(kind):
+            kind = device_type
+        return original(kind)
 
     return get_autocast_dtype
 

@@ -81,12 +81,13 @@ class Contexts:
             where = f"{os.path.basename(file)}:{line}" if file else ""
             context = self.found.setdefault(device, Context(device, what, threading.current_thread().name, where))
             self._environ.setdefault(OWNER_VARIABLE, f"{self._pid}:{device}")
-        if self._owner is not None and (sentence := self._judge(context)):
+        sentence = self._judge(context) if self._owner is not None else ""
+        if sentence:
             self.heard(sentence)
 
     def findings(self) -> list[str]:
         """Return a sentence for each context that a rank should not have."""
-        return [sentence for context in self.found.values() if (sentence := self._judge(context))]
+        return list(filter(None, map(self._judge, self.found.values())))
 
     def _judge(self, context: Context) -> str:
         at = f" at {context.line}" if context.line else ""

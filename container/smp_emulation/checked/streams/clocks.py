@@ -70,15 +70,12 @@ class History:
         """
         kept = []
         for former in self._accesses:
-            overlaps = former.start < access.stop and access.start < former.stop
             is_ordered = former.actor == access.actor or knows.knows(former.actor, former.time)
-            one_writes = former.writes or access.writes
-            if one_writes and overlaps and not is_ordered:
+            if not is_ordered and _conflict(former, access):
                 raise StreamFault(_race(former, access, memory))
             # Whatever must come behind the former access must come behind this one too: one of them is enough.
-            is_covered = access.start <= former.start and former.stop <= access.stop
-            is_as_strict = access.writes or not former.writes
-            if not (is_covered and is_ordered and is_as_strict):
+            is_replaced = is_ordered and _stands_for(access, former)
+            if not is_replaced:
                 kept.append(former)
         kept.append(access)
         self._accesses = kept
@@ -99,6 +96,20 @@ class History:
         within = [access for access in self._accesses if access.start < stop and start < access.stop]
         self._accesses = [access for access in self._accesses if access not in within]
         return next((access for access in within if not knows.knows(access.actor, access.time)), None)
+
+
+def _conflict(former: Access, access: Access) -> bool:
+    """Return whether two accesses touch the same bytes and one of them writes."""
+    overlap = former.start < access.stop and access.start < former.stop
+    one_writes = former.writes or access.writes
+    return overlap and one_writes
+
+
+def _stands_for(access: Access, former: Access) -> bool:
+    """Return whether every later conflict with ``former`` is one with ``access`` too."""
+    covers = access.start <= former.start and former.stop <= access.stop
+    is_as_strict = access.writes or not former.writes
+    return covers and is_as_strict
 
 
 def _race(former: Access, access: Access, memory: str) -> str:
