@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -38,6 +38,11 @@ def answer_with(name: str, does: str, value: Any) -> CoveredCall:
     return CoveredCall(name, does, lambda original: _own(original, value))
 
 
+def answer_each(owner: str, names: Iterable[str], does: str, value: Any) -> list[CoveredCall]:
+    """Return covered calls that are all replaced by ``value``: the ``names`` of one module, such as ``torch.cuda``."""
+    return [answer_with(f"{owner}.{name}", does, value) for name in names]
+
+
 def _own(original: Any, value: Any) -> Any:
     """Return ``value``, or a copy of it if it is a function.
 
@@ -60,6 +65,13 @@ def refuse_call(name: str, why: str, way_out: str = "", is_class: bool = False) 
     refuse = refusing_class if is_class else make_refusal
     value = refuse(name, why, way_out)
     return CoveredCall(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
+
+
+def refuse_each(
+    owner: str, names: Iterable[str], why: str, way_out: str = "", is_class: bool = False
+) -> list[CoveredCall]:
+    """Return covered calls of one module that all raise NeedsGpuError; see :func:`refuse_call`."""
+    return [refuse_call(f"{owner}.{name}", why, way_out, is_class) for name in names]
 
 
 def asked_by_pytorch_or_us(depth: int = 2) -> bool:

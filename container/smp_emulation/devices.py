@@ -13,7 +13,7 @@ import torch
 
 from smp_config.machine import emulation
 from smp_config.machine.launchers import LOCAL_SIZE_VARIABLES
-from smp_emulation.calls import CoveredCall, answer_with, do_nothing
+from smp_emulation.calls import CoveredCall, answer_each, answer_with, do_nothing
 from smp_emulation.errors import CudaCallError, make_refusal
 
 CPU = torch.device("cpu")
@@ -311,9 +311,8 @@ CALLS = (
     answer_with("torch.cuda.check_error", "no error", do_nothing),
     answer_with("torch.cuda.get_sync_debug_mode", "what was set", lambda: _sync_debug_mode),
     answer_with("torch.cuda.set_sync_debug_mode", "remembered, without effect", _set_sync_debug_mode),
-    *(
-        answer_with(f"torch.cuda.{name}", _SENSOR, _sensor)
-        for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+    *answer_each(
+        "torch.cuda", ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _SENSOR, _sensor
     ),
     answer_with("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
     answer_with("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),

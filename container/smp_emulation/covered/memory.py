@@ -9,7 +9,7 @@ import resource
 from collections import OrderedDict
 from typing import Any
 
-from smp_emulation.calls import CoveredCall, answer_with, do_nothing, refuse_call
+from smp_emulation.calls import CoveredCall, answer_each, answer_with, do_nothing, refuse_call, refuse_each
 from smp_emulation.devices import NAME, index_of, memory_of_the_machine
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -129,28 +129,31 @@ PROCESS = "this process's main memory"
 _POOL = "it manages memory of a GPU"
 
 CALLS: tuple[CoveredCall, ...] = (
-    *(
-        answer_with(f"torch.cuda.{name}", PROCESS, allocated_bytes)
-        for name in ("memory_allocated", "memory_reserved", "memory_cached")
-    ),
-    *(
-        answer_with(f"torch.cuda.{name}", f"{PROCESS}, at most", most_allocated)
-        for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+    *answer_each("torch.cuda", ("memory_allocated", "memory_reserved", "memory_cached"), PROCESS, allocated_bytes),
+    *answer_each(
+        "torch.cuda",
+        ("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
+        f"{PROCESS}, at most",
+        most_allocated,
     ),
     answer_with("torch.cuda.device_memory_used", PROCESS, allocated_bytes),
-    *(
-        answer_with(f"torch.cuda.{name}", "the peak of the process counts anew", reset_peak)
-        for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
+    *answer_each(
+        "torch.cuda",
+        ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+        "the peak of the process counts anew",
+        reset_peak,
     ),
-    *(
-        answer_with(f"torch.cuda.{name}", "nothing to do", do_nothing)
-        for name in (
+    *answer_each(
+        "torch.cuda",
+        (
             "reset_accumulated_memory_stats",
             "reset_accumulated_host_memory_stats",
             "reset_peak_host_memory_stats",
             "ipc_collect",
             "caching_allocator_enable",
-        )
+        ),
+        "nothing to do",
+        do_nothing,
     ),
     answer_with("torch.cuda.empty_cache", "freed memory of the process goes back to the system", empty_cache),
     answer_with("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
@@ -171,8 +174,8 @@ CALLS: tuple[CoveredCall, ...] = (
         lambda device=None: _fraction.get(index_of(device), 1.0),
     ),
     answer_with("torch.cuda.get_allocator_backend", "native", lambda: "native"),
-    *(refuse_call(f"torch.cuda.{name}", _POOL) for name in ("caching_allocator_alloc", "caching_allocator_delete")),
-    *(refuse_call(f"torch.cuda.{name}", _POOL) for name in ("change_current_allocator", "caching_allocator_disabled")),
-    *(refuse_call(f"torch.cuda.{name}", _POOL, is_class=True) for name in ("CUDAPluggableAllocator", "MemPool")),
+    *refuse_each("torch.cuda", ("caching_allocator_alloc", "caching_allocator_delete"), _POOL),
+    *refuse_each("torch.cuda", ("change_current_allocator", "caching_allocator_disabled"), _POOL),
+    *refuse_each("torch.cuda", ("CUDAPluggableAllocator", "MemPool"), _POOL, is_class=True),
     refuse_call("torch.cuda.use_mem_pool", _POOL),
 )

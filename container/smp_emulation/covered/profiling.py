@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from smp_emulation.calls import CoveredCall, answer_with, do_nothing
+from smp_emulation.calls import CoveredCall, answer_each, answer_with, do_nothing
 from smp_emulation.devices import index_of
 
 
@@ -131,20 +131,19 @@ CALLS: tuple[CoveredCall, ...] = (
         answer_with(f"torch.cuda.tunable.{teller}", "what was set", _switched(name, default))
         for name, teller, default in _SETTINGS
     ),
-    *(
-        answer_with(f"torch.cuda.tunable.{name}", "nothing", do_nothing)
-        for name in ("set_filename", "set_numerical_check_tolerances", "write_file_on_exit")
+    *answer_each(
+        "torch.cuda.tunable",
+        ("set_filename", "set_numerical_check_tolerances", "write_file_on_exit"),
+        "nothing",
+        do_nothing,
     ),
     answer_with("torch.cuda.tunable.get_filename", "empty", lambda: ""),
     answer_with("torch.cuda.tunable.dynamic_dims_mask", "nothing", _profile),
-    *(
-        answer_with(f"torch.cuda.tunable.{name}", "False", lambda filename=None: False)
-        for name in ("read_file", "write_file")
-    ),
+    *answer_each("torch.cuda.tunable", ("read_file", "write_file"), "False", lambda filename=None: False),
     *(
         answer_with(f"torch.backends.cuda.{name}", "remembered, without effect", _remembered_size(name))
         for name in ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
     ),
     answer_with("torch.backends.cuda.cufft_plan_cache", "empty", _PlanCache()),
-    *(answer_with(f"torch.cuda.tunable.{name}", "empty", tuple) for name in ("get_results", "get_validators")),
+    *answer_each("torch.cuda.tunable", ("get_results", "get_validators"), "empty", tuple),
 )

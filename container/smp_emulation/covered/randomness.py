@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, answer_with
+from smp_emulation.calls import CoveredCall, answer_each, answer_with
 from smp_emulation.devices import count, index_of, real_device
 
 
@@ -67,8 +67,8 @@ def _generator(original: Any) -> Any:
 _SHARED = "the CPU's generator"
 
 CALLS = (
-    *(answer_with(f"torch.cuda.{name}", _SHARED, _manual_seed) for name in ("manual_seed", "manual_seed_all")),
-    *(answer_with(f"torch.cuda.{name}", _SHARED, _seed) for name in ("seed", "seed_all")),
+    *answer_each("torch.cuda", ("manual_seed", "manual_seed_all"), _SHARED, _manual_seed),
+    *answer_each("torch.cuda", ("seed", "seed_all"), _SHARED, _seed),
     answer_with("torch.cuda.initial_seed", _SHARED, _initial_seed),
     answer_with("torch.cuda.get_rng_state", _SHARED, _get_state),
     answer_with("torch.cuda.get_rng_state_all", _SHARED, _get_states),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp_emulation.calls import CoveredCall, answer_with, refuse_call
+from smp_emulation.calls import CoveredCall, answer_with, refuse_call, refuse_each
 from smp_emulation.errors import NeedsGpuError
 
 _GRAPH = "a CUDA graph is a recording of kernels"
@@ -34,40 +34,35 @@ def _no_device_here() -> None:
 
 
 CALLS: tuple[CoveredCall, ...] = (
-    *(refuse_call(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY, is_class=True) for name in ("CUDAGraph", "graph")),
-    *(
-        refuse_call(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY)
-        for name in ("make_graphed_callables", "graph_pool_handle")
-    ),
+    *refuse_each("torch.cuda", ("CUDAGraph", "graph"), _GRAPH, _RUN_EAGERLY, is_class=True),
+    *refuse_each("torch.cuda", ("make_graphed_callables", "graph_pool_handle"), _GRAPH, _RUN_EAGERLY),
     refuse_call("torch.accelerator.Graph", _GRAPH, _RUN_EAGERLY, is_class=True),
-    *(
-        refuse_call(f"torch.cuda.graphs.{name}", _GRAPH, _RUN_EAGERLY)
-        for name in (
+    *refuse_each(
+        "torch.cuda.graphs",
+        (
             "export_dot",
             "export_graph_data",
             *(f"register_graph_{when}_hook" for when in _MOMENTS),
-        )
+        ),
+        _GRAPH,
+        _RUN_EAGERLY,
     ),
-    *(
-        refuse_call(f"torch.cuda.green_contexts.{name}", _SHARES, is_class=True)
-        for name in ("GreenContext", "SMPartition")
-    ),
+    *refuse_each("torch.cuda.green_contexts", ("GreenContext", "SMPartition"), _SHARES, is_class=True),
     refuse_call("torch.cuda.green_contexts.get_num_locality_domains", _SHARES),
     answer_with("torch.cuda.green_contexts.is_localization_supported", "False", lambda device_id=None: False),
     answer_with("torch.cuda.gds.is_available", "False", lambda: False),
     answer_with("torch.cuda.graph_annotations.is_available", "False", lambda: False),
-    *(refuse_call(f"torch.cuda.{name}", _HANDLE) for name in ("current_blas_handle", "current_solver_handle")),
-    *(
-        refuse_call(f"torch.cuda.jiterator.{name}", _SOURCE, _HAVE_FALLBACK)
-        for name in ("_create_jit_fn", "_create_multi_output_jit_fn")
-    ),
-    *(refuse_call(f"torch.cuda.gds.{name}", _FILES) for name in ("gds_register_buffer", "gds_deregister_buffer")),
+    *refuse_each("torch.cuda", ("current_blas_handle", "current_solver_handle"), _HANDLE),
+    *refuse_each("torch.cuda.jiterator", ("_create_jit_fn", "_create_multi_output_jit_fn"), _SOURCE, _HAVE_FALLBACK),
+    *refuse_each("torch.cuda.gds", ("gds_register_buffer", "gds_deregister_buffer"), _FILES),
     refuse_call("torch.cuda.gds.GdsFile", _FILES, is_class=True),
-    *(
-        refuse_call(f"torch.cuda.nccl.{name}", _NCCL, _USE_GROUPS)
-        for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id", "init_rank")
+    *refuse_each(
+        "torch.cuda.nccl",
+        ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id", "init_rank"),
+        _NCCL,
+        _USE_GROUPS,
     ),
-    *(refuse_call(f"torch.cuda.tunable.{name}", _TUNED) for name in ("tune_gemm_in_file", "mgpu_tune_gemm_in_file")),
+    *refuse_each("torch.cuda.tunable", ("tune_gemm_in_file", "mgpu_tune_gemm_in_file"), _TUNED),
     CoveredCall(
         "torch.cuda._lazy_init",
         "refused: asks PyTorch's own code for a device",
