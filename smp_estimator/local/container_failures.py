@@ -105,7 +105,8 @@ def _listen(containers: Any) -> None:
         left = _left.get()
         if left is not None:
             left.read(self)
-            if isinstance(stopped := sys.exc_info()[1], KeyboardInterrupt):
+            stopped = sys.exc_info()[1]
+            if isinstance(stopped, KeyboardInterrupt):
                 left.interrupted = stopped
                 print(
                     "Ctrl-C: Docker Compose stops the containers; their ranks get SIGTERM and have its 10 s to save and exit. "

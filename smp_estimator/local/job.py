@@ -136,6 +136,7 @@ class ProcessJob:
                     ended=lambda name, code: self._events.put(("ended", (name, code))),
                 )
         except BaseException:
+            # Also after Ctrl-C: hosts that have started must not go on without the thread that watches them.
             kill_job(self._token, self._sessions())
             self.log.close()
             raise
@@ -372,7 +373,8 @@ class ProcessJob:
         if self._hung:
             return self._hung
         if failure := self.log.failure:
-            told = [text for host in self.tree.hosts if (text := failure_text(host.failure_file))]
+            texts = [failure_text(host.failure_file) for host in self.tree.hosts]
+            told = list(filter(None, texts))
             others = f"\nA host failed, too: {told[0]}" if told else ""
             tail = "\n".join(line[:_SHOWN_CHARACTERS] for line in self.log.tail(20))
             return (

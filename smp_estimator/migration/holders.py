@@ -123,11 +123,12 @@ class Holders:
         places: set[int] = set()
         if isinstance(value, ast.Call):
             places = self.makers_at.get(_last_name(value.func), places)
+        has_items = self._is_many(value)
         values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
         for number, target in enumerate(targets):
             if number < len(values):
                 self._bind(target, values[number])
-            elif number in places or self._is_many(value):
+            elif has_items or number in places:
                 self.single.add(ast.unparse(target))
 
     def _add(self, container: ast.expr, values: list[ast.expr]) -> None:
@@ -168,11 +169,14 @@ class Holders:
             if self.is_one(node.value):
                 self.makers.add(function.name)
             elif isinstance(node.value, ast.Tuple):
-                places = {number for number, part in enumerate(node.value.elts) if self.is_one(part)}
-                if places:
-                    self.makers_at.setdefault(function.name, set()).update(places)
+                self._returns_tuple(function.name, node.value)
             elif self._is_many(node.value):
                 self.makers_of_many.add(function.name)
+
+    def _returns_tuple(self, function: str, value: ast.Tuple) -> None:
+        places = {number for number, part in enumerate(value.elts) if self.is_one(part)}
+        if places:
+            self.makers_at.setdefault(function, set()).update(places)
 
 
 def _sources_of_parts(items: ast.expr, count: int) -> list[ast.expr | None]:

@@ -294,9 +294,12 @@ def move_imports(
 
 def _is_left_behind(full: str, node: ast.Import | ast.ImportFrom, kept: set[str]) -> bool:
     """Return whether the script uses nothing of an imported module of SDK v2 but what has moved."""
-    has_moved = full not in (*MOVED, *ESTIMATORS) and _moves(full)
-    if not full.startswith("sagemaker.") or not has_moved:
+    if not full.startswith("sagemaker."):
         return False
+    is_moved_itself = full in (*MOVED, *ESTIMATORS)
+    if is_moved_itself or not _moves(full):
+        return False
+    # ``import sagemaker.x`` also binds the name ``sagemaker``.
     if isinstance(node, ast.Import) and "sagemaker" in kept:
         return False
     return not any(f"{each}.".startswith(f"{full}.") for each in kept)

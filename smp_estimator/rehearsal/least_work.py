@@ -59,6 +59,15 @@ class _ModuleWork:
     kernels: int
 
 
+def _by_module(rows: Iterable[ModuleWork]) -> dict[tuple[str, str, str], ModuleWork]:
+    """Return the rows that limit a step, so that those of two batch sizes can be matched."""
+    found = {}
+    for row in rows:
+        if row.phase in (*_PHASES, "update"):
+            found[row.module, row.phase, row.dtype] = row
+    return found
+
+
 @dataclass(frozen=True)
 class LeastWork:
     """Lower bounds on the seconds of microbatches on one GPU.
@@ -77,14 +86,11 @@ class LeastWork:
         cls, card: RateCard, sizes: tuple[int, int], work: tuple[Iterable[ModuleWork], Iterable[ModuleWork]]
     ) -> LeastWork:
         """Compute the bounds from the same step with two batch sizes."""
-        found = [
-            {(row.module, row.phase, row.dtype): row for row in rows if row.phase in _PHASES or row.phase == "update"}
-            for rows in work
-        ]
+        smaller, larger = map(_by_module, work)
         memory = card.memory_part * card.memory_bytes_per_second
         rows = []
-        for key, one in found[0].items():
-            other = found[1].get(key)
+        for key, one in smaller.items():
+            other = larger.get(key)
             if other is None:
                 continue
             peak = card.matrix_part * (card.flops_per_second.get(one.dtype) or max(card.flops_per_second.values()))

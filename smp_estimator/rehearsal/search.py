@@ -242,11 +242,13 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     )
     search = Search([region], budget=budget, gap=_GAP)
     start = configuration_of_settings(settings, space.memories[0]) if _CHOSEN & given.keys() else None
-    found = search.run([start] if start is not None else [], _OF_THE_BEST if start is not None else 1.0)
+    # The rest of the budget is for single changes of the script's own settings.
+    part = 1.0 if start is None else _OF_THE_BEST
+    found = search.run([] if start is None else [start], part)
     if found.best is None and found.is_proven and alone.checkpoints:  # nothing fits on the GPUs alone
         space = dataclasses.replace(space, memories=("again", "offloaded"))
         search = Search([dataclasses.replace(region, space=space)], budget=budget, gap=_GAP)
-        found = search.run([one.configuration for one in found.judged], _OF_THE_BEST if start is not None else 1.0)
+        found = search.run([one.configuration for one in found.judged], part)
     changes: tuple[tuple[str, Judged], ...] = ()
     if start is not None:
         changes = tuple((change_words(name, start, one.configuration), one) for name, one in search.changes(start))

@@ -60,15 +60,12 @@ def require(major: int) -> None:
         SDKMissing: another version is installed, or none; the message names the command to install it.
     """
     version = installed_version()
-    if version is not None and int(version.split(".")[0]) == major:
+    found_major = None if version is None else int(version.split(".")[0])
+    if found_major == major:
         return
     found = "no SageMaker SDK is installed" if version is None else f"the SageMaker SDK {version} is installed"
     other = {2: 3, 3: 2}[major]
-    instead = (
-        f"; with the SDK that is there use {_OFFERS[other]}"
-        if version is not None and int(version.split(".")[0]) == other
-        else ""
-    )
+    instead = f"; with the SDK that is there use {_OFFERS[other]}" if found_major == other else ""
     raise SDKMissing(
         f"{_OFFERS[major]} need version {major} of the SageMaker SDK, and {found} for {sys.executable}; install it with "
         f'"{install_command(EXTRAS[major])}" in an environment of its own (versions 2 and 3 exclude each other){instead}'

@@ -78,12 +78,10 @@ def require_instance_type(value: Any, has_groups: bool) -> None:
         )
     if value in ("local", "local_gpu") or value.startswith("ml."):
         return
-    in_cloud = f"ml.{value}" if instance(value) is not None else None
-    hint = (
-        f", did you mean '{in_cloud}'?"
-        if in_cloud
-        else suggest(value, ["local", "local_gpu", *(i.name for i in instances())])
-    )
+    if instance(value) is not None:
+        hint = f", did you mean 'ml.{value}'?"
+    else:
+        hint = suggest(value, ["local", "local_gpu", *(known.name for known in instances())])
     raise ConfigError(
         f'instance_type is {value!r}{hint or ";"} "local" starts processes of this machine, and types of the cloud begin with '
         '"ml.", for example "ml.p4d.24xlarge"',

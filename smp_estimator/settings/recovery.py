@@ -56,6 +56,7 @@ def _whole(given: Any, name: str, least: int, most: int) -> Any:
     """Return an integer as text; a value that is known only when a pipeline runs is returned unchanged."""
     if is_variable(given):
         return given
-    if not is_integer(given) or not least <= given <= most:
+    is_allowed = is_integer(given) and least <= given <= most
+    if not is_allowed:
         raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}", code="SMP106")
     return str(given)

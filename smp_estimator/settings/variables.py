@@ -41,11 +41,9 @@ def separate(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         if path not in _CARRIERS:
             where = "".join(f"[{part!r}]" for part in path)
             inside = path[:3] == ("smdistributed", "modelparallel", "parameters")
-            reason = (
-                "all parameters travel as one JSON text, which is written now"
-                if inside
-                else "its value decides what is sent"
-            )
+            reason = "its value decides what is sent"
+            if inside:
+                reason = "all parameters travel as one JSON text, which is written now"
             ways = ", ".join("[" + "][".join(map(repr, known)) + "]" for known in _CARRIERS)
             raise ConfigError(
                 f"distribution{where} is the pipeline variable {_name(value)}; {reason}, before the pipeline runs: give "

@@ -114,8 +114,9 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
     axes = colour_axes(figure.add_subplot(), theme)
     for (source, target), size in sent.items():
         if size:
-            part = max(0.0, math.log(size / least) / math.log(most / least) if most > least else 1.0)
-            square = _Square(rows.index(source), columns.index(target), size, _FAINTEST + (1 - _FAINTEST) * part)
+            part = math.log(size / least) / math.log(most / least) if most > least else 1.0
+            depth = _FAINTEST + (1 - _FAINTEST) * max(0.0, part)
+            square = _Square(rows.index(source), columns.index(target), size, depth)
             square.draw(axes, theme, count, is_framed=(source, target) in between)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)

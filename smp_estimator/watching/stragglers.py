@@ -115,6 +115,7 @@ class Stragglers:
         usual = median(sample.own for sample in theirs)
         # The median of deviations, since a few slow steps must not widen what counts as usual.
         spread = _OF_NORMAL * median(abs(sample.own - usual) for sample in theirs)
+        # Steps too short to be measured have medians of 0: no division by 0.
         z = (own - usual) / max(spread, _USUAL_SPREAD * usual, 1e-9)
         step = median(sample.step for sample in mine)
         share = min(1.0, (own - usual) / max(step, 1e-9))

@@ -40,5 +40,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
         first, _, last = run.partition("-")
         with contextlib.suppress(ValueError):
             begin = int(first)
-            found += range(begin, (int(last) if last else begin) + 1, int(stride) if stride else 1)
+            end = int(last) if last else begin
+            step = int(stride) if stride else 1
+            found += range(begin, end + 1, step)
     return tuple(found)

@@ -51,8 +51,12 @@ def unusable_text(value: Any) -> str | None:
         Where the text is and why it is unusable, or None if all of the value is usable.
     """
     for place, part in _parts(value):
-        if isinstance(part, str) and (why := why_unusable(part)):
-            return f"{''.join(f'[{step!r:.80}]' for step in place) or 'it'} {why}"
+        if not isinstance(part, str):
+            continue
+        why = why_unusable(part)
+        if why is not None:
+            path = "".join(f"[{step!r:.80}]" for step in place)
+            return f"{path or 'it'} {why}"
     return None
 
 

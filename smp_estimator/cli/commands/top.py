@@ -113,6 +113,7 @@ def _of_cloud(job: str, seconds: float) -> Views:
             yield records
         if has_ended:
             return
+        # Each look is a call of the cloud's API, which limits calls per second and account.
         time.sleep(max(seconds, 5.0))
 
 

@@ -40,8 +40,12 @@ def path_of(uri: str) -> Path:
         decoded = Path(unquote(written, errors="strict")).expanduser().absolute()
     except UnicodeDecodeError:
         return path
+    if decoded.exists():
+        return decoded
     has_literal_folder = any("%" in folder.name and folder.exists() for folder in path.parents)
-    return path if has_literal_folder and not decoded.exists() else decoded
+    if has_literal_folder:
+        return path
+    return decoded
 
 
 def _is_encoded(written: str) -> bool:
