@@ -60,13 +60,14 @@ class Backward:
         self._checks.note_losses(outputs)
         scale = self._scale()
         gradients = _seeds(outputs, grad_tensors, scale)
+        microbatch = -1 if step.microbatch is None else step.microbatch
         if pipeline is not None:
             _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            current_record().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
+            current_record().enter(BACKWARD, microbatch)
             with pipeline.backward(), _advising(splits=True):
                 torch.autograd.backward(outputs, gradients)
             return
-        current_record().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
+        current_record().enter(BACKWARD, microbatch)
         # For the hooks of gradients, which must not scale once more what begins with this factor.
         self._runs, step.seed_scale = True, scale
         try:
@@ -85,9 +86,12 @@ class Backward:
         """
         # Tensors hold their hooks: a strong reference would make a cycle that the garbage collector cannot see.
         weak = weakref.ref(self)
-        self._accumulation = AccumulationScale(
-            trained, shares, lambda: 1.0 if (me := weak()) is None else me.scale_left()
-        )
+
+        def scale_left() -> float:
+            me = weak()
+            return 1.0 if me is None else me.scale_left()
+
+        self._accumulation = AccumulationScale(trained, shares, scale_left)
 
     def follow_calls(self, module: nn.Module) -> None:
         """Let losses of tensor parallel ranks depend on different results of modules, from now on.

@@ -35,11 +35,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         >>> with smp.delay_param_initialization():
         ...     model = nn.Linear(4096, 4096)  # no memory yet
     """
-    with (
-        defer_creation(sessions.current_session().ranks.keep(Deferrals, Deferrals))
-        if enabled
-        else contextlib.nullcontext()
-    ):
+    if not enabled:
+        yield
+        return
+    deferrals = sessions.current_session().ranks.keep(Deferrals, Deferrals)
+    with defer_creation(deferrals):
         yield
 
 

@@ -152,7 +152,7 @@ class GradientAccumulation:
             state.script_gradients.reduce = reduce
 
     def install_hook(self) -> None:
-        """Let the communication hook that was given average the gradients, instead of an all-reduce or reduce-scatter.
+        """Let the script's communication hook average the gradients, instead of an all-reduce or reduce-scatter.
 
         Raises:
             SMPUserError: there are no replicas, parameters are sharded too, or the hook averages over other ranks.
@@ -161,14 +161,12 @@ class GradientAccumulation:
             return
         if self._reducer is None or self.shards is not None:
             how = "averages the gradients of replicas, but this job"
-            why = (
-                "has no data parallelism over several ranks"
-                if self.shards is None
-                else (
+            why = "has no data parallelism over several ranks"
+            if self.shards is not None:
+                why = (
                     "shards parameters too, so that no rank ever has whole gradients; use shard_optimizer_state instead of "
                     "sharded_data_parallel_degree, or no hook"
                 )
-            )
             raise SMPUserError(f"register_comm_hook {how} {why}", code="SMP303")
         ranks = self._ranks
         if self._deliver is not None and ranks.size(Group.TP) > 1 and not ranks.cfg.prescaled_batch:

@@ -207,7 +207,8 @@ def adapted_inside(block: nn.Module) -> str | None:
             continue
         flow = getattr(part, "flow", None)
         sees_all_rows = isinstance(flow, SlicedFlow) and flow.rows_see_all
-        if sees_all_rows or not _is_chain(block, part):
+        has_free_order = sees_all_rows or not _is_chain(block, part)
+        if has_free_order:
             # What no data orders, compilers of two ranks may order differently.
             return (
                 "with tensor parallelism some of its collectives may not follow from each other, so that ranks could run them in "

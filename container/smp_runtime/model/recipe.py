@@ -1,4 +1,4 @@
-"""The recipe of a wrapped model: every strategy in its order, one call each; what a strategy decides stays inside it."""
+"""The recipe of a wrapped model: applies the strategies in order, one call each. Each strategy decides inside its call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def apply_tensor_parallelism(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Apply tensor parallelism, and return the model; first, so that all other strategies see the modules that it creates.
+    """Replace modules by their tensor parallel forms, and return the model.
 
-    These are checkpointed and compiled as the modules that they replace.
+    This step comes first, so that all other strategies see the new modules. A new module inherits the marks of the one that it
+    replaces: whether it is checkpointed, and whether it is compiled.
     """
     checkpointed = marking.find_marks(module)
     compiled = compiled_blocks.find_compile_marks(module)
@@ -49,7 +50,7 @@ def place(parts: strategies.ModelParts) -> None:
 
 
 def prepare_modules(parts: strategies.ModelParts) -> None:
-    """Prepare the placed modules for their calls: a script's hook, its writes, slices, compiled blocks, late parameters."""
+    """Prepare the placed modules to be called: install the script's hook, watch its writes, split sequences, compile blocks."""
     parts.accumulation.install_hook()
     parts.placed.watch_writes(parts.part)
     strategies.share_sequences_out(parts)

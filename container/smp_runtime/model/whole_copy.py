@@ -119,18 +119,21 @@ def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
         if name in _STANDING_IN and _is_ours(value):
             yield value, None
         elif _holds_hooks(name) and isinstance(value, dict):
-            kept = type(value)(value)
-            for key, hook in value.items():
-                if _is_ours(hook):
-                    del kept[key]
-            yield value, kept
+            yield value, _without_our_hooks(value)
         elif isinstance(value, RemoteStubAttribute):
             yield value, None  # the module sets it when it runs
         elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            if isinstance(value, RemoteStub):
-                yield value, None
-            else:
-                yield value, value.detach().to("cpu", copy=True)
+            is_elsewhere = isinstance(value, RemoteStub)
+            yield value, None if is_elsewhere else value.detach().to("cpu", copy=True)
+
+
+def _without_our_hooks(hooks: dict[Any, Any]) -> dict[Any, Any]:
+    # The kinds are PyTorch's own, such as ``OrderedDict``, and modules rely on them.
+    kept = type(hooks)(hooks)
+    for key, hook in hooks.items():
+        if _is_ours(hook):
+            del kept[key]
+    return kept
 
 
 def _holds_hooks(name: str) -> bool:

@@ -229,11 +229,11 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
         return
     found = dict(made.named_parameters())
     # A state without values shows the new place of each parameter. Frozen parameters have a type of their own in it.
-    state: Mapping[str, Any] = {
-        name: torch.empty(parameter.shape, device="meta", dtype=_FROZEN if name in frozen else torch.float32)
-        for name, parameter in parameters.items()
-    }
-    state = translated_places(state, to_ours)
+    places = {}
+    for name, parameter in parameters.items():
+        dtype = _FROZEN if name in frozen else torch.float32
+        places[name] = torch.empty(parameter.shape, device="meta", dtype=dtype)
+    state = translated_places(places, to_ours)
     ours = [name for name, value in state.items() if value.dtype is _FROZEN]
     lost = [repr(name) for name in ours if name not in found]
     for name in ours:

@@ -53,8 +53,10 @@ def _note_origins(module: nn.Module, registry: ParameterRegistry) -> None:
         parameters = dict(part.named_parameters(remove_duplicate=False))
         for name in parameters.keys() & part.matrix_origins.keys():
             origin = part.matrix_origins[name]
-            there = replace(origin, name=f"{prefix}.{origin.name}".lstrip(".")) if origin.name else origin
-            registry.record_of(parameters[name]).origin = there
+            if origin.name:
+                path = f"{prefix}.{origin.name}".lstrip(".")
+                origin = replace(origin, name=path)
+            registry.record_of(parameters[name]).origin = origin
 
 
 def watch_batches(module: nn.Module) -> None:

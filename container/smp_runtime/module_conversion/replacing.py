@@ -142,7 +142,7 @@ def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
 
 def _automatic(module: nn.Module, group: TensorGroup) -> Mapping[str, Any]:
     """Return arguments of distributed modules that follow from the configuration, unless a script sets them."""
-    # What is split in place must depend on the tensor parallel degree alone: sharded checkpoints go to other sharding degrees.
+    # The choice of blocks must depend on the tensor parallel degree alone: sharded checkpoints load at other sharding degrees.
     sharded = group.size > 1 and group.ranks.cfg.sharded_data_parallel_degree > 1 and not mark_of(module).in_place
     return {"distribute_embedding": True} if sharded else {}
 

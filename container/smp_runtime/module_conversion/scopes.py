@@ -141,7 +141,9 @@ def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in overrides.items():
         if name in SWITCHES:
             _truth(name, value)
-        elif name not in (known := known_arguments() | SWITCHES):
+            continue
+        known = known_arguments() | SWITCHES
+        if name not in known:
             raise SMPUserError(
                 f"no distributed module has an argument {name!r}{suggest(name, known)}; it would have no effect: remove it",
                 code="SMP307",

@@ -90,7 +90,12 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
             parts = {path: modules[path] for path in paths}
             found.update(_splits_of(parts, style, is_scripts=is_scripts))
     # Modules beside those with such styles stay whole too, since they take one another's results.
-    return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}
+    kept = {}
+    for path, split in found.items():
+        parent = path.rpartition(".")[0]
+        if parent not in left:
+            kept[path] = split
+    return kept
 
 
 def _error_without_module(pattern: str, module: nn.Module) -> SMPUserError:

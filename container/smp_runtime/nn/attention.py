@@ -296,4 +296,5 @@ class FlashAttentionLayer(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
         """Compute attention of separate queries, keys and values; see :func:`.attend`."""
-        return attend(query, key, value, mask, scoring, self.attention_dropout_prob if self.training else 0.0)
+        dropout = self.attention_dropout_prob if self.training else 0.0
+        return attend(query, key, value, mask, scoring, dropout)

@@ -196,10 +196,10 @@ def _largest(records: Sequence[ParameterRecord]) -> str:
     for record in records:
         groups.setdefault((_NUMBER.sub("#", record.name), _local_elements(record)), []).append(record.name)
     ordered = sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))
-    named = [
-        f"{_path_of(names)} {f'{len(names)} × ' if len(names) > 1 else ''}{elements:,}"
-        for (_, elements), names in ordered[:_MOST_NAMES]
-    ]
+    named = []
+    for (_, elements), names in ordered[:_MOST_NAMES]:
+        count = f"{len(names)} × " if len(names) > 1 else ""
+        named.append(f"{_path_of(names)} {count}{elements:,}")
     more = sum(len(names) for _, names in ordered[_MOST_NAMES:])
     return ", ".join(named) + (f", … and {more} more" if more else "")
 

@@ -379,7 +379,8 @@ def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> t
             return names.to_theirs(state_dict)
         known = {}
         for place, head in _wrapped_heads(names).items():
-            if f"{place}word_embedding.weight" in state_dict:
+            is_there = f"{place}word_embedding.weight" in state_dict
+            if is_there:
                 known[place] = head
         return names.to_theirs(state_dict, known or None)
 

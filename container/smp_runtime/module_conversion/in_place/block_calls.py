@@ -77,7 +77,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a structure of results."""
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | tuple | list):
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
         return []
-    return [tensor for item in items for tensor in tensors(item)]
+    found = []
+    for item in value:
+        found += tensors(item)
+    return found

@@ -147,9 +147,10 @@ class _PassResult:
 
     @property
     def least(self) -> float:
-        """Return what gradients are compared relative to at least.
+        """Return the smallest magnitude that errors of gradients are compared with.
 
-        Some are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
+        Some gradients are 0 except for rounding, such as that of a bias of keys. Their rounding errors are as large as those
+        of the other gradients.
         """
         sizes = [float(gradient.abs().max()) for gradient in self.parameters.values() if gradient is not None]
         return max(1e-3, 1e-2 * max(sizes, default=0.0))
@@ -286,7 +287,7 @@ class EquivalenceCheck:
             try:
                 group = _SimulatedGroup(meeting, rank, self._size)
                 found[rank] = self._run(_part(self.block, split, group), call)
-            except BaseException as error:
+            except BaseException as error:  # a thread would swallow it; it is raised below, on the caller's thread
                 errors.append(error)
                 meeting.abort()  # the others would wait for this part until the timeout
 
@@ -320,11 +321,10 @@ class EquivalenceCheck:
             if not isinstance(loss, torch.Tensor):
                 raise NotEqualError("no result that depends on the inputs")
             loss.backward()
-        slices = {
-            f"{path}.{name}" if path else name: where
-            for path, part in block.named_modules()
-            for name, where in part.__dict__.get("where", {}).items()
-        }
+        slices = {}
+        for path, part in block.named_modules():
+            for name, where in part.__dict__.get("where", {}).items():
+                slices[f"{path}.{name}".lstrip(".")] = where
         gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
         return _PassResult(
             [(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices
@@ -373,7 +373,8 @@ def _summed(runs: Sequence[_PassResult], whole: _PassResult) -> list[str]:
 def _require_sums(names: Iterable[str], runs: Sequence[_PassResult], whole: _PassResult) -> None:
     """Raise an error unless the whole block's gradients of parameters are sums of the parts' gradients."""
     for name in names:
-        if not _equal(_sum_of([run.parameters[name] for run in runs]), whole.parameters[name], whole.least):
+        total = _sum_of([run.parameters[name] for run in runs])
+        if not _equal(total, whole.parameters[name], whole.least):
             raise NotEqualError(
                 f"the gradient of {name} is a sum with one attention mask, and with another it is not", 2
             )

@@ -130,7 +130,7 @@ def _chosen(model: nn.Module, blocks: Sequence[PlannedBlock], group: TensorGroup
     try:
         kinds, calls = _kinds(model, blocks)
         return [_choice(alike, calls.get(alike[0].path), group) for alike in kinds]
-    except Exception as error:  # the other ranks wait for a decision, and splitting maps one by one is always one
+    except Exception as error:  # the other ranks wait for a decision, and splitting single maps is always possible
         why = [f"trying it out failed: {type(error).__name__}: {str(error)[:160]}"]
         return [
             _BlockChoice.of(alike, BlockSplit({}), None, why, group.size)
@@ -141,7 +141,7 @@ def _chosen(model: nn.Module, blocks: Sequence[PlannedBlock], group: TensorGroup
 def _kinds(model: nn.Module, blocks: Sequence[PlannedBlock]) -> tuple[list[list[PlannedBlock]], dict[str, BlockCall]]:
     """Group blocks that are split alike; return the groups, and the calls of their blocks.
 
-    The first of several is often called otherwise: it makes what the others are given.
+    The first of several blocks is often called differently, since it makes the inputs of the others.
     """
     kinds = _alike(blocks, lambda block: block.kind)
     some = {block.path: block.module for alike in kinds for block in alike[:2]}
@@ -215,7 +215,7 @@ def _proof_of(
         try:
             proof = EquivalenceCheck(block.module, call, group.size, dtype)
             break
-        except Exception as error:  # whatever it raises, it was not called as was thought
+        except Exception as error:  # any error means that the recorded call does not fit the block
             why = why or f"it does not run by itself ({type(error).__name__}: {str(error)[:120]})"
     if proof is None:
         return None, [why]

@@ -37,8 +37,10 @@ def list_variants(
     embeddings of the same module that have a channel for each head, such as a relative bias. They also come with
     norms over the features of all heads.
     """
-    for views in ((), tuple(_owners_of(unit))):
-        for found, heads in _layouts(block, replace(unit, views=views), size):
+    as_it_is = replace(unit, views=())
+    by_pieces = replace(unit, views=tuple(_owners_of(unit)))
+    for variant in (as_it_is, by_pieces):
+        for found, heads in _layouts(block, variant, size):
             for numbers in _numbers(block, found, size, heads):
                 for tables in _tables(block, [unit], numbers, size):
                     yield found, numbers, tables
