@@ -36,7 +36,7 @@ def _watched(name, steps, options, policy=None):
     original_release = server.ModuleServer.release
 
     def release(self, microbatch):
-        left[0] += sum(key[0] == microbatch for key in self.graphs)
+        left[0] += len(self.graphs.get(microbatch, {}))
         original_release(self, microbatch)
 
     work = []

@@ -36,6 +36,8 @@ class _FlaggedModule(NamedTuple):
     #: The same for all in it.
     inside: list[tuple[dict[str, Any], str]]
     inside_places: list[int]
+    #: Where the modules keep their training mode; empty if one of them keeps it elsewhere, as a ScriptModule.
+    plain: list[dict[str, Any]]
 
 
 class ModuleFlags:
@@ -69,6 +71,9 @@ class ModuleFlags:
         self._names = [(path, name) for path, module in plain.items() for name in module._parameters]
         self._stages = [stage_of(path) for path, _ in self._names]
         self._parts: dict[str, _FlaggedModule] = {}
+        #: By path, when the step began: flags of a part, and which of its parameters of other stages required gradients.
+        self._begun: dict[str, bytes] = {}
+        self._foreign_begun: dict[str, bytes] = {}
         #: When the step began.
         self._training = self._requires = b""
         #: Whether modules may have other flags than at the beginning of the step.
@@ -85,6 +90,8 @@ class ModuleFlags:
         self._has_adapters = any(ADAPTERS_OFF in vars(module) for module in self._all)
         training, requires = _training(self._all), _requires(self._parameters)
         self._training, self._requires = training, requires
+        self._begun.clear()
+        self._foreign_begun.clear()
         self._differs, self._last, self.final = False, None, None
 
     @property
@@ -144,8 +151,8 @@ class ModuleFlags:
         """
         part = self._part(path)
         if not torch.is_grad_enabled():
-            return _training(part.modules)
-        requires, then = _requires(part.foreign), bytes(map(self._requires.__getitem__, part.foreign_places))
+            return self._training_of(part)
+        requires, then = _requires(part.foreign), self._foreign_at_begin(path, part)
         if requires != then:
             changed = next(place for place, (one, other) in enumerate(zip(requires, then, strict=True)) if one != other)
             raise SMPUserError(
@@ -155,7 +162,7 @@ class ModuleFlags:
                 "get gradients",
                 code="SMP303",
             )
-        return _training(part.modules)
+        return self._training_of(part)
 
     # -- tasks -----------------------------------------------------------------------------------------------------
 
@@ -164,10 +171,10 @@ class ModuleFlags:
         if path not in self._parts and path not in self._modules:
             return None
         part = self._part(path)
-        flags = _training(part.modules)
+        flags = self._training_of(part)
         if self._has_adapters:
             flags += _requires(part.inside)
-        self._differs = self._differs or flags != self._at_begin(part)
+        self._differs = self._differs or flags != self._at_begin(path, part)
         return flags
 
     def apply(self, path: str, flags: bytes | None) -> None:
@@ -182,7 +189,7 @@ class ModuleFlags:
                 self._differs = False
             return
         part = self._part(path)
-        begin = self._at_begin(part)
+        begin = self._at_begin(path, part)
         flags += begin[len(flags) :]  # a call omits the flags that its own stage knows
         if self._differs or flags != begin:
             _put(part.modules, flags[: len(part.modules)])
@@ -202,10 +209,24 @@ class ModuleFlags:
                 if parameter.requires_grad != is_trained:
                     parameter.requires_grad_(is_trained)
 
-    def _at_begin(self, part: _FlaggedModule) -> bytes:
-        is_whole = len(part.places) == len(self._all)
-        training = self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
-        return training + self._requires_at_begin(part)
+    def _training_of(self, part: _FlaggedModule) -> bytes:
+        if part.plain and not self._has_adapters:
+            return bytes([attributes["training"] for attributes in part.plain])
+        return _training(part.modules)
+
+    def _at_begin(self, path: str, part: _FlaggedModule) -> bytes:
+        found = self._begun.get(path)
+        if found is None:
+            is_whole = len(part.places) == len(self._all)
+            training = self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
+            found = self._begun[path] = training + self._requires_at_begin(part)
+        return found
+
+    def _foreign_at_begin(self, path: str, part: _FlaggedModule) -> bytes:
+        found = self._foreign_begun.get(path)
+        if found is None:
+            found = self._foreign_begun[path] = bytes(map(self._requires.__getitem__, part.foreign_places))
+        return found
 
     def _requires_at_begin(self, part: _FlaggedModule) -> bytes:
         return bytes(map(self._requires.__getitem__, part.inside_places)) if self._has_adapters else b""
@@ -216,6 +237,7 @@ class ModuleFlags:
             held = {id(module._parameters) for module in modules}
             inside = [place for place, (holder, _) in enumerate(self._parameters) if id(holder) in held]
             foreign = [place for place in inside if self._stages[place] != self._stage]
+            plain = [vars(module) for module in modules if _keeps_mode(module)]
             self._parts[path] = _FlaggedModule(
                 modules,
                 [self._place[id(module)] for module in modules],
@@ -223,6 +245,7 @@ class ModuleFlags:
                 foreign,
                 [self._parameters[place] for place in inside],
                 inside,
+                plain if len(plain) == len(modules) else [],
             )
         return self._parts[path]
 
@@ -245,6 +268,10 @@ class TaskState(RandomState):
         """Save random numbers and flags."""
         super().capture()
         self._training = self._flags.seen_by(self._path)
+
+
+def _keeps_mode(module: nn.Module) -> bool:
+    return "training" in vars(module) and not hasattr(type(module), "training")
 
 
 def _training(modules: Iterable[nn.Module]) -> bytes:

@@ -158,6 +158,15 @@ def explain_operations() -> Iterator[None]:
         ) from error
 
 
+def explained(error: BaseException) -> BaseException:
+    """Return the error of :func:`explain_operations` for an error that was caught, or that error itself."""
+    try:
+        with explain_operations():
+            raise error
+    except BaseException as known:
+        return known
+
+
 def _line_of(error: BaseException) -> tuple[str, int]:
     """Return file and line of the script's innermost frame in an error's traceback.
 

@@ -32,15 +32,21 @@ def summing_step(model: Any) -> Any:
     return training_step(model, lambda model, x: model(x).sum())
 
 
-def messages_of_a_known_step(steps: int, layers: int = 1) -> list[str]:
-    """Return the kinds of messages that this rank sends in the last of several equal steps; each stage has ``layers`` layers."""
+def small_chain(layers: int) -> Any:
+    """A wrapped chain of linear layers of 4 features, ``layers`` on each stage."""
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.transport.messages import from_plain
 
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers * smp.pp_size())))
     for number, layer in enumerate(net):
         smp.set_partition(layer, number // layers)
-    model = smp.DistributedModel(net)
+    return smp.DistributedModel(net)
+
+
+def messages_of_a_known_step(steps: int, layers: int = 1) -> list[str]:
+    """Return the kinds of messages that this rank sends in the last of several equal steps; each stage has ``layers`` layers."""
+    from smp_runtime.pipeline.transport.messages import from_plain
+
+    model = small_chain(layers)
     train = summing_step(model)
     for _ in range(steps - 1):
         train(torch.ones(4, 4))

@@ -126,8 +126,8 @@ class Completion:
             self.microbatch_done(microbatch)
         with context.lock:
             calls = context.program.begin_group(value.group, value.finished)
-        for call in calls:
-            self._server.accept(root, call, value.group)
+        if calls:
+            self._server.accept_group(root, calls, value.group)
 
     def program_left(self, root: int, left: ProgramLeft) -> None:
         """Handle that the root stage has left the step's program: it waits for each call from now on."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
     from smp_runtime.pipeline.execution.failures import Alarm
 
+#: News that the stage which has asked for the work waits for. A union would be made anew at each question.
+_ENDS = (Done, AllDone)
+
 _Waiting = tuple[int, Stamped, list[torch.Tensor]]
 
 #: Takes a message of the step that runs: sender, message, tensors; called on the thread that receives from that stage.
@@ -146,7 +149,7 @@ class Messenger:
         """
         waiting = []
         for stage, news in self._news.items():
-            has_end = any(isinstance(each, Done | AllDone) for each in news)
+            has_end = any(isinstance(each, _ENDS) for each in news)
             if has_end:
                 waiting.append(stage)
         return waiting

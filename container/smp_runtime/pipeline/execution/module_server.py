@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import BackwardCall, ForwardCall, Reply, TensorSlot
-from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
+from smp_runtime.pipeline.transport.packing import SINGLE_TENSOR, Packed, is_plain_result, pack, unpack
 from smp_runtime.tensors.remote_tensor import Path, RemoteTensor, TensorMetadata
 from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
 
@@ -56,6 +57,7 @@ class Arguments(NamedTuple):
     versions: list[int]  # of each, before the module runs
     entry: CallInputs  # this and the edges: as in :class:`SavedGraph`
     edges: tuple[GradientEdge, ...]
+    has_handles: bool  # whether some have no elements here until the module uses them
 
 
 class Made(NamedTuple):
@@ -99,7 +101,7 @@ class ModuleServer:
         self._begins = begins
         self._runs_forward = runs_forward
         #: Forward passes that still need a backward pass, by microbatch and path.
-        self.graphs: dict[tuple[int, Path], SavedGraph] = {}
+        self.graphs: dict[int, dict[Path, SavedGraph]] = {}
         #: Most microbatches with a graph at once.
         self.most_in_flight = 0
         #: Module path of every call of the step, for messages.
@@ -109,21 +111,36 @@ class ModuleServer:
         #: Modules that were seen to change an argument in place.
         self._warned: set[str] = set()
         self._expected: dict[bytes, OutputMetadata] = {}
+        #: By the digest of such a result: metadata of its tensors, if the call has made each of them itself, and nothing else
+        #: is in it. Most results are like that, and take less time to compare.
+        self._own: dict[bytes, tuple[TensorMetadata | None, ...]] = {}
 
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
 
-    def accept(self, caller: int, call: ForwardCall | BackwardCall, group: int) -> None:
-        """Accept a request that the step's program has; its tensors come separately."""
-        if isinstance(call, ForwardCall):
-            self.accept_call(caller, call, (), group)
-        else:
-            self.accept_backward(caller, call, (), group)
+    def accept_group(self, caller: int, calls: Sequence[ForwardCall | BackwardCall], group: int) -> None:
+        """Accept the requests of a group of the step's program; their tensors come separately."""
+        tasks = []
+        for call in calls:
+            if isinstance(call, ForwardCall):
+                task = self._forward_task(caller, call)
+            else:
+                task = self._backward_task(caller, call)
+            task.group = group
+            tasks.append(task)
+        # In one go: otherwise the task that runs would wait for the lock once for each of them.
+        self._add(tasks)
 
-    def accept_call(
-        self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor], group: int | None = None
-    ) -> None:
+    def accept_call(self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor]) -> None:
         """Accept a request to run a module."""
         self._context.values.put_all(call.inline, tensors)
+        self._add([self._forward_task(caller, call)])
+
+    def accept_backward(self, caller: int, back: BackwardCall, tensors: Sequence[torch.Tensor]) -> None:
+        """Accept a request to run a module's backward pass."""
+        self._context.values.put_all(back.inline, tensors)
+        self._add([self._backward_task(caller, back)])
+
+    def _forward_task(self, caller: int, call: ForwardCall) -> Task:
         label = str(call.module)
         self._labels[call.microbatch, call.path] = label
         random = self._context.random_state(call.microbatch, label, call.nth)
@@ -136,15 +153,11 @@ class ModuleServer:
             random,
             caller=caller,
         )
-        task.group = group
         self._direct("F", task, call.goes)
-        self._add("F", task, call.slots)
+        self._needs("F", task, call.slots)
+        return task
 
-    def accept_backward(
-        self, caller: int, back: BackwardCall, tensors: Sequence[torch.Tensor], group: int | None = None
-    ) -> None:
-        """Accept a request to run a module's backward pass."""
-        self._context.values.put_all(back.inline, tensors)
+    def _backward_task(self, caller: int, back: BackwardCall) -> Task:
         task = Task(
             TaskKind.BACKWARD,
             back.microbatch,
@@ -154,16 +167,15 @@ class ModuleServer:
             self._context.random_state(back.microbatch, "backward", 0),
             caller=caller,
         )
-        task.group = group
         task.in_model_backward = back.in_model_backward
         self._direct("B", task, back.goes)
         # A caller that used an argument which the module only hands on can be here before the forward pass has run.
-        self._add("B", task, back.slots, ("f", back.microbatch, back.path))
+        self._needs("B", task, back.slots, ("f", back.microbatch, back.path))
+        return task
 
     def release(self, microbatch: int) -> None:
         """Release the remaining graphs of a finished microbatch; no stage has requested their backward pass."""
-        for key in [key for key in self.graphs if key[0] == microbatch]:
-            del self.graphs[key]
+        self.graphs.pop(microbatch, None)
 
     def clear(self) -> None:
         """Clear the state at the end of the step."""
@@ -171,20 +183,23 @@ class ModuleServer:
         self._labels.clear()
         self._ran.clear()
 
-    def _add(self, kind: str, task: Task, slots: Sequence[TensorSlot | None], *more: Event) -> None:
-        context = self._context
-        request = ("q", kind, task.microbatch, task.path)
-        needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
-        task.known.update(needs)
-        with context.lock:
-            if context.scheduler.is_aborted:
+    def _needs(self, kind: str, task: Task, slots: Sequence[TensorSlot | None], *more: Event) -> None:
+        """Set what a task waits for: that its request counts, and its tensors."""
+        names = [slot.name for slot in slots if slot is not None and slot.comes]
+        task.needs = tuple(dict.fromkeys([("q", kind, task.microbatch, task.path), *names, *more]))
+        task.known.update(task.needs)
+
+    def _add(self, tasks: Sequence[Task]) -> None:
+        scheduler = self._context.scheduler
+        with self._context.lock:
+            if scheduler.is_aborted:
                 return
-            context.scheduler.add(
-                task,
-                dict.fromkeys(needs),
-                lambda event: event == request or event in self._ran or context.is_there(event),
-            )
-            context.scheduler.poke()
+            for task in tasks:
+                scheduler.add(task, task.needs, functools.partial(self._is_there, task.needs[0]))
+            scheduler.poke()
+
+    def _is_there(self, request: Event, event: Event) -> bool:
+        return event == request or event in self._ran or self._context.is_there(event)
 
     def _direct(self, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
         """Send what the task makes to the stages that need it: to its caller when it ends, to others at once."""
@@ -210,23 +225,42 @@ class ModuleServer:
             with self._runs_forward():
                 result = call_with_hooks(module, *args, **kwargs)
             with DisableTorchFunction():
-                changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
-                packed = pack((result, changed), modules=context.paths)
-                made = self._outputs(call, given, packed.tensors)
+                made = None if before is not None else self._expected_tensor(call, given, result)
+                is_expected = made is not None
+                head = b""
+                if made is None:
+                    changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
+                    packed = pack((result, changed), modules=context.paths)
+                    head, made = packed.head, self._outputs(call, given, packed.tensors)
                 # First, because other stages wait for the results. If a check below fails, it ends the step.
                 self._make(task, made)
                 self._warn_if_written(task, given, made.tensors)
         if call.modes.grad:
             self._keep_graph(task, SavedGraph(made.tensors, made.made_here, given.entry, given.edges))
-        self._tell_result(task, call, packed.head, made.slots, given)
+        if not is_expected:
+            self._tell_result(task, call, head, made.slots, given)
+
+    def _expected_tensor(self, call: ForwardCall, given: Arguments, result: Any) -> Made | None:
+        """Return a result that is one tensor, made here, as the caller has assumed; None for any other result."""
+        if call.expected is None or given.has_handles or not is_plain_result(result):
+            return None
+        expected = self._own.get(call.expected)
+        if expected is None or expected != (meta := TensorMetadata.of(result),):
+            return None
+        if any(result is each for each in given.tensors):
+            return None
+        slot = TensorSlot(("F", call.microbatch, call.path, 0), self._context.stage, meta, False)
+        return Made([slot], [result], [True])
 
     def _arguments(self, call: ForwardCall) -> Arguments:
         """Return the tensors of a call; those that require gradients enter this stage's graph."""
         values = self._context.values
         tensors: list[torch.Tensor] = []
         enters: list[int] = []
+        has_handles = False
         for index, slot in enumerate(call.slots):
             tensors.append(values.get(slot.name).detach() if slot.comes else self._handle(slot))
+            has_handles = has_handles or not slot.comes
             if call.modes.grad and slot.meta.requires_grad:
                 enters.append(index)
         entry = CallInputs()
@@ -240,7 +274,7 @@ class ModuleServer:
             # Taken now: a module may change an argument in place.
             node = entered[0].grad_fn
             edges = tuple([GradientEdge(node, number) for number in range(len(enters))])
-        return Arguments(tensors, [tensor._version for tensor in tensors], entry, edges)
+        return Arguments(tensors, [tensor._version for tensor in tensors], entry, edges, has_handles)
 
     def _is_same(self, before: Packed, arguments: Any) -> bool:
         """Return whether a module has left its arguments unchanged, apart from the elements of their tensors."""
@@ -274,11 +308,11 @@ class ModuleServer:
         scheduler = self._context.scheduler
         with self._context.lock:
             ran = ("f", task.microbatch, task.path)
-            self.graphs[task.microbatch, task.path] = graph
+            self.graphs.setdefault(task.microbatch, {})[task.path] = graph
             self._ran.add(ran)
             scheduler.give(task, ran)
             scheduler.arrived(ran)
-            self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
+            self.most_in_flight = max(self.most_in_flight, len(self.graphs))
 
     def _tell_result(
         self, task: Task, call: ForwardCall, head: bytes, slots: Sequence[TensorSlot | None], given: Arguments
@@ -308,8 +342,7 @@ class ModuleServer:
     def _backward(self, task: Task, back: BackwardCall) -> None:
         self._begins(back.microbatch)
         current_record().enter(BACKWARD, back.microbatch)
-        with self._context.lock:
-            graph = self.graphs.pop((back.microbatch, back.path), None)
+        graph = self._take_graph(back)
         if graph is None:
             raise SMPUserError(
                 "backward went through a module of another stage a second time, but its graph was freed after the first; "
@@ -320,6 +353,8 @@ class ModuleServer:
         with DisableTorchFunction():
             made = self._gradients(back, gradients)
             self._make(task, made)
+        if back.expected is not None and self._are_expected(made, back.expected):
+            return
         outcome = outcome_of(b"", made.slots, back.path, [slot.name for slot in back.slots if slot is not None])
         if back.expected is not None and not self._is_as_expected(outcome, back.expected):
             raise SMPUserError(
@@ -330,6 +365,14 @@ class ModuleServer:
         if back.wants_reply:
             self._remember(outcome)
             self._reply(task, b"", made.slots, ())
+
+    def _take_graph(self, back: BackwardCall) -> SavedGraph | None:
+        with self._context.lock:
+            graphs = self.graphs.get(back.microbatch, {})
+            graph = graphs.pop(back.path, None)
+            if not graphs:
+                self.graphs.pop(back.microbatch, None)
+            return graph
 
     def _run_backward(self, graph: SavedGraph, back: BackwardCall) -> Sequence[torch.Tensor | None]:
         """Run a graph, and return the gradients of the arguments that require them.
@@ -373,6 +416,13 @@ class ModuleServer:
                 slots.append(TensorSlot(name, self._context.stage, TensorMetadata.of(gradient), False))
         return Made(slots, found, made_here)
 
+    def _are_expected(self, made: Made, expected: bytes) -> bool:
+        """Return whether all gradients were made here, and are those that the caller has assumed."""
+        for slot, made_here in zip(made.slots, made.made_here, strict=True):
+            if slot is not None and not made_here:
+                return False
+        return self._own.get(expected) == tuple([None if slot is None else slot.meta for slot in made.slots])
+
     def _is_as_expected(self, outcome: OutputMetadata, expected: bytes) -> bool:
         """Return whether a result is the one that the caller has assumed; each digest is computed only once."""
         if self._expected.get(expected) == outcome:
@@ -385,7 +435,11 @@ class ModuleServer:
     def _remember(self, outcome: OutputMetadata) -> None:
         if len(self._expected) >= MOST_KINDS:
             self._expected.clear()
-        self._expected[outcome.digest] = outcome
+            self._own.clear()
+        digest = outcome.digest
+        self._expected[digest] = outcome
+        if (metas := outcome.of_own_tensors(SINGLE_TENSOR)) is not None:
+            self._own[digest] = metas
 
     def _compared(self, slots: Sequence[TensorSlot | None], head: bytes, expected: bytes) -> str:
         if (before := self._expected.get(expected)) is None:
@@ -394,10 +448,10 @@ class ModuleServer:
 
     def _warn_if_written(self, task: Task, given: Arguments, outputs: Sequence[torch.Tensor]) -> None:
         """Log a warning, once per module, if a module changes an argument in place; its caller does not see the change."""
-        returned = {id(output) for output in outputs}
         for number, (tensor, version) in enumerate(zip(given.tensors, given.versions, strict=True)):
             now = tensor.unchanged() if isinstance(tensor, RemoteTensor) else tensor
-            if (now is not tensor or now._version != version) and id(now) not in returned:
+            is_written = now is not tensor or now._version != version
+            if is_written and not any(now is output for output in outputs):
                 if task.label not in self._warned:
                     self._warned.add(task.label)
                     logger.warning(
@@ -419,7 +473,7 @@ class ModuleServer:
             value = tensor.detach()
             self._context.values.put(slot.name, value, made_by=task)
             if index in task.home:
-                task.parcel[slot.name] = tensor.detach()
+                task.parcel[slot.name] = value
 
     def _reply(self, task: Task, head: bytes, slots: Sequence[TensorSlot | None], touched: tuple[bool, ...]) -> None:
         kind = str(task.kind)

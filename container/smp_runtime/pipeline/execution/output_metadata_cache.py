@@ -64,6 +64,18 @@ class OutputMetadata(NamedTuple):
         """Return a digest that is equal for equal results, on every rank."""
         return hashlib.blake2b(self.head + repr(self.templates).encode(), digest_size=16).digest()
 
+    def of_own_tensors(self, single: bytes) -> tuple[TensorMetadata | None, ...] | None:
+        """Return the tensors' metadata if the call makes each one, and gives nothing else back; else None.
+
+        Args:
+            single: head of a result that is one tensor. Gradients have none.
+        """
+        kind = {single: "F", b"": "B"}.get(self.head)
+        for number, template in enumerate(self.templates):
+            if template is not None and template[:4] != (None, kind, (), number):
+                return None
+        return None if kind is None else tuple([template and template.meta for template in self.templates])
+
 
 def outcome_of(
     head: bytes, slots: Sequence[TensorSlot | None], path: Path, arguments: Sequence[Name]
@@ -144,6 +156,14 @@ class LearnedOutput:
         self._varies = False
         self.digest: bytes | None = None
         self.goes: set[tuple[int, int]] = set()
+        self._sorted: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ways(self) -> tuple[tuple[int, int], ...]:
+        """Return :attr:`goes` in one order."""
+        if len(self._sorted) != len(self.goes):  # nothing is ever removed
+            self._sorted = tuple(sorted(self.goes))
+        return self._sorted
 
     @property
     def is_known(self) -> bool:

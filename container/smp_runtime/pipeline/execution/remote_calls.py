@@ -133,11 +133,11 @@ class RemoteCall:
         context, task, prediction = self._context, self._task, self._prediction
         slots, inline = self._argument_slots()
         self._came = tuple(slot.comes for slot in slots)
-        known = prediction.forward.setdefault(self._came, LearnedOutput())
+        known = prediction.forward.get(self._came) or prediction.forward.setdefault(self._came, LearnedOutput())
         waits = not (known.is_known and context.predicts)
         expected = None if waits else known.digest
         context.opens(task, "F", self._path)
-        goes = tuple(sorted(known.goes)) if known.is_known else ()
+        goes = known.ways if known.is_known else ()
         message = ForwardCall(
             self._microbatch,
             self._path,
@@ -291,7 +291,7 @@ class RemoteCall:
         slots, inline = self._gradient_slots(task, gradients)
         # A gradient's name depends on which tensors were passed as elements and which by name.
         course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
-        learned = self._prediction.backward.setdefault(course, LearnedOutput())
+        learned = self._prediction.backward.get(course) or self._prediction.backward.setdefault(course, LearnedOutput())
         waits = not (learned.is_known and context.predicts)
         here = {(index, context.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
         goes = tuple(sorted(here | learned.goes if learned.is_known else here))

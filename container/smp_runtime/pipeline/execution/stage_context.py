@@ -188,11 +188,10 @@ class StageContext:
 
 def current_modes() -> Modes:
     """Return the calling thread's modes."""
-    autocast = tuple(
-        (kind, torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(kind))
-        for kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(kind)
-    )
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            autocast += ((kind, torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(kind)),)
     return Modes(torch.is_grad_enabled(), autocast, default_device())
 
 

@@ -51,6 +51,8 @@ class Task:
         self.kind = kind
         self.microbatch = microbatch
         self.path = path
+        #: Its name among the tasks of a step.
+        self.key = (kind, microbatch, path)
         self.label = label
         self.work = work
         self.random = random
@@ -90,10 +92,12 @@ class Task:
         #: Called when the code of the task has ended.
         self.ended: list[Callable[[], None]] = []
 
-    @property
-    def key(self) -> tuple[TaskKind, int, tuple[int, ...]]:
-        """Return the key of this task among the tasks of a step."""
-        return self.kind, self.microbatch, self.path
+    def run(self) -> None:
+        """Do its work, with the variables of the script if it has some."""
+        if self.context is not None:
+            self.context.run(self.work, self)
+        else:
+            self.work(self)
 
     @property
     def action(self) -> Action:

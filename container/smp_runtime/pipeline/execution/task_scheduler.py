@@ -14,7 +14,6 @@ holder of the lock always makes progress, and no cycle of waits can go through t
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -29,7 +28,7 @@ from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, TaskWatch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.determinism import explain_operations
+from smp_runtime.tensors.determinism import explained
 from smp_runtime.tensors.split_operations import SplitOperations
 from smp_runtime.tensors.weight_gradients import split_inside
 
@@ -442,21 +441,18 @@ class TaskScheduler:
         try:
             if task.random is not None:
                 task.random.restore()
-            with explain_operations(), torch.autograd.set_multithreading_enabled(False), self._splitting(task):
-                if task.context is not None:
-                    task.context.run(task.work, task)
-                else:
-                    task.work(task)
+            # Of this thread, which runs nothing but tasks. So nothing needs to restore it.
+            torch.autograd.set_multithreading_enabled(False)
+            if self._policy.splits_backward and task.kind is not TaskKind.WEIGHTS:
+                with split_inside(task.weight_gradients, SplitOperations()):
+                    task.run()
+            else:
+                task.run()
         except Abandoned:
             pass
         except BaseException as error:  # the caller decides, under the lock, whether it fails the step
-            return error
+            return explained(error)
         return None
-
-    def _splitting(self, task: Task) -> contextlib.AbstractContextManager[None]:
-        if not self._policy.splits_backward or task.kind is TaskKind.WEIGHTS:
-            return contextlib.nullcontext()
-        return split_inside(task.weight_gradients, SplitOperations())
 
     def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
         """Handle the end of a task's work, and return a function to call without the lock, or None.
@@ -478,7 +474,7 @@ class TaskScheduler:
                 self._diverged(f"{task} waited less often than it did")
             task.code_done = True
             post = self._finished(task)
-        if self._live == 0:
+        if self._live == 0 and self.is_aborted:
             self._all_ended.notify_all()
         return post
 

@@ -8,8 +8,7 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.remote_tensor import RemoteTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A tree without its tensors."""
 
     head: bytes  # equal for trees of equal structure, so that it can be compared and used as a key
@@ -52,7 +50,7 @@ def _gathered(packed: Packed) -> Packed:
     tensors: list[torch.Tensor] = []
     for tensor in packed.tensors:
         tensors.append(cast("LazyTensor", tensor).plain() if _is_split(tensor) else tensor)
-    return replace(packed, tensors=tensors)
+    return packed._replace(tensors=tensors)
 
 
 def _is_split(tensor: torch.Tensor) -> bool:
@@ -267,6 +265,11 @@ def _are_distinct_tensors(values: Sequence[Any]) -> bool:
     return len(identities) == len(values)
 
 
+def is_plain_result(value: Any) -> bool:
+    """Return whether a result is one tensor with elements, which :func:`pack` leaves as it is: its head is `SINGLE_TENSOR`."""
+    return _is_whole(value) and not isinstance(value, LazyTensor)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in _taken_apart
 
@@ -375,6 +378,8 @@ def _common_head(count: int) -> bytes:
 #: The heads of the most common trees, by the number of arguments of a call, 0 for one tensor as a result; and back.
 _heads = {count: _common_head(count) for count in range(5)}
 _counts = {head: count for count, head in _heads.items()}
+#: Head of a result that is one tensor, and has changed no argument.
+SINGLE_TENSOR = _heads[0]
 
 
 def restore_into(original: Any, changed: Any) -> None:
