@@ -25,6 +25,7 @@ SCRIPT = Path(__file__).with_name("hanging_script.py")
 TOPOLOGIES = {
     "dp 2": (2, {"ddp": True}),
     "pp 2": (2, {"partitions": 2, "microbatches": 2, "ddp": True}),
+    "pp 2 program": (2, {"partitions": 2, "microbatches": 2, "ddp": True, "step_program": True}),
     "pp 2 × dp 2": (4, {"partitions": 2, "microbatches": 2, "ddp": True}),
     "sharding 4": (4, {"sharded_data_parallel_degree": 4, "ddp": True}),
     "tp 2 × dp 2": (4, {"tensor_parallel_degree": 2, "ddp": True}),

@@ -69,6 +69,8 @@ class Block(nn.Module):
         if self.training and self.last and args.hang == "forward_spin" and state["step"] == args.step and ME:
             while True:  # <- forward_spin
                 pass  # <- forward_spin
+        if self.training and not self.last and args.hang == "piece" and state["step"] == args.step and ME:
+            time.sleep(FOREVER)  # <- piece
         return x + torch.tanh(self.inner(x))
 
 
@@ -274,6 +276,8 @@ for number, (x, y) in enumerate(batches()):  # <- dataset
     if hangs("skip_optimizer", step):
         train_step(model, x, y)  # <- skip_optimizer
         continue
+    if step == args.step and model.pipeline is not None and model.pipeline.context.root_program.was_followed:
+        print(f"rank {smp.rank()} has followed a step program")
     if args.hang == "step_only_one" and step == args.step and ME:
         evaluate(model, x, y)  # <- step_only_one
     if hangs("other_step", step):

@@ -26,6 +26,8 @@ CELLS = list(itertools.product(KINDS, MOMENTS, (0, 3), TOPOLOGIES))
 #: Of two ranks, which start in half of the time. Errors and kills through ``fit()`` are in tests/jobs/test_headlines.py, too, and a
 #: stopped rank in test_hangs.py.
 SAMPLE = [("lose_connection", ("forward", 4), 1, "dp 2")]
+#: In a planned step without requests, on the stage that does not run the step function.
+IN_PROGRAM = [(kind, ("backward", 7), 0, "pp 2 program") for kind in ("raise", "kill")]
 
 #: What the failure says of each kind.
 WORDS = {
@@ -67,8 +69,8 @@ def test_words_that_mean_no_fault(text, said):
     ("kind", "moment", "rank", "topology"),
     [
         pytest.param(*cell, id=f"{cell[0]} {cell[1][0]} {cell[1][1]} rank {cell[2]} {cell[3]}", marks=marks)
-        for cell in [*SAMPLE, *CELLS]
-        for marks in [() if cell in SAMPLE else pytest.mark.full]
+        for cell in [*SAMPLE, *IN_PROGRAM, *CELLS]
+        for marks in [() if cell in SAMPLE + IN_PROGRAM[:1] else pytest.mark.full]
     ],
 )
 def test_every_fault_ends_the_job_with_its_rank_and_cause(hanging_job, kind, moment, rank, topology):

@@ -62,6 +62,22 @@ def test_a_stopped_launcher_is_told(hanging_job):
 
 
 @pytest.mark.parametrize(
+    ("kind", "rank"),
+    [
+        ("piece", 0),
+        pytest.param("forward", 1, marks=pytest.mark.full),
+        pytest.param("backward", 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_hang_in_a_step_program_names_its_rank_and_line(hanging_job, kind, rank):
+    """Rank 1 runs the step function; rank 0 gets no request in such a step, only tensors."""
+    ended = hanging_job(kind, "pp 2 program", SECONDS, rank=rank, step=6)
+    assert "rank 1 has followed a step program" in ended.output
+    assert f"rank {rank}" in ended.headline, ended.error
+    assert ended.lines & marked(kind), ended.error
+
+
+@pytest.mark.parametrize(
     ("kind", "topology"),
     [pytest.param(*cell, id=" ".join(cell), marks=() if cell in SAMPLE else pytest.mark.full) for cell in ALL],
 )
