@@ -292,7 +292,9 @@ def load_whole(config: dict[str, Any], way: str, root: Path) -> Any:
         try:
             load_local(training, root) if way == "local" else load(training, root)
         except SMPError as error:
-            if way == "local":  # without a word to each other: rank 0, which has the store, must not leave before the others
+            if (
+                way == "local"
+            ):  # without a word to each other: rank 0, which has the store, must not leave before the others
                 torch.distributed.barrier()
             return error.code, str(error)
         return training.whole()
