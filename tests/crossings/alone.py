@@ -113,8 +113,13 @@ class Alone(Training):
         for values in self._statistics.values():  # in new tensors: those of inference mode cannot be written
             values[:] = [value * factor if value.is_floating_point() else value for value in values]
 
-    def resume_partial(self, step: int) -> None:
+    def reshape(self, step: int) -> None:
         """One process goes on; replicas have the running statistics of the first."""
         self._statistics.clear()
 
-    resume_full = resume_async = resume_memory = reshape = resume_partial
+    def resume_partial(self, step: int) -> None:
+        """The same, but a new job has no gradients, of zeros or others, by which what a step does not use would be updated."""
+        self.reshape(step)
+        self.model.zero_grad()
+
+    resume_full = resume_async = resume_memory = resume_partial

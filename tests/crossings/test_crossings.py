@@ -112,6 +112,9 @@ FIXED = {
     "gradients that are set to zero of what trains later, with sharded state": Case(
         topology="o2", zeroes=True, later_group=True, optimizer="momentum", net="late_head", events=(Event(0, "set_gradients"),)
     ),
+    "a job that goes on has no gradients of zeros, for what its step does not use": Case(
+        topology="pp2", microbatches=2, zeroes=True, optimizer="adamw", net="late_head", events=(Event(3, "resume_partial", "pp2"),)
+    ),
     "gradients that the script sets before a pass in a pipeline, and clips": Case(
         topology="pp2-o2", microbatches=4, clipping="torch", net="tied",
         events=(Event(0, "set_gradients"), Event(3, "set_gradients")),
