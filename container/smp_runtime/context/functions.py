@@ -60,7 +60,7 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
         return _checkpoint_slices(call, found[0], *args)
     if cls.__module__.startswith(_INDEXING):
         return _call_whole(cls, *args, **kwargs)
-    if getattr(cls, "token_arguments", 0):
+    if is_ours(cls) and hasattr(cls, "token_arguments"):
         result = run_on_tokens(cls, call, args)  # type: ignore[arg-type]
         return _call_whole(cls, *args, **kwargs) if result is NotImplemented else result
     if cls not in _position_wise:

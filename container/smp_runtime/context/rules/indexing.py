@@ -209,7 +209,7 @@ def _scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     in_place = func.__name__.endswith("_")
     if in_place:
         first = given["input"]
-    if "out" in kwargs or not isinstance(given["dim"], int) or not isinstance(first, ShardedSequence):
+    if "out" in kwargs or not isinstance(given.get("dim"), int) or not isinstance(first, ShardedSequence):
         return NotImplemented
     is_apart = given["dim"] % first.dim() != first.dim_held
     size, dims = first.sequence_layout.size, first.dim()

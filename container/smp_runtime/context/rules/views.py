@@ -219,7 +219,8 @@ def _join_positions(parts: list[torch.Tensor], first: ShardedSequence) -> Any:
         if followed is None:
             return NotImplemented
         return first.like(torch.cat([part.local for part in sequences], dim), layout=followed)
-    if len(sequences) > 1:
+    # Keys of generated tokens come one at a time: whole ones serve all that follow.
+    if len(sequences) > 1 or not layout.length or not torch.is_grad_enabled():
         return NotImplemented
     place = next(number for number, part in enumerate(parts) if isinstance(part, ShardedSequence))
     counts = [sum(part.shape[dim] for part in some) for some in (parts[:place], parts[place + 1 :])]
