@@ -204,10 +204,10 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor]
 
 def exchange(given: torch.Tensor, group: ContextGroup, there: LinearMap, back: LinearMap) -> torch.Tensor:
     """Return what ``there`` makes of the ranks' tensors; gradients go the way of ``back``, its adjoint."""
-    return _AdjointExchange.apply(given, group, there, back)
+    return _ContextExchange.apply(given, group, there, back)
 
 
-class _AdjointExchange(torch.autograd.Function):
+class _ContextExchange(torch.autograd.Function):
     """Forward a map; backward its adjoint, which has the map as its own: gradients may have gradients."""
 
     @staticmethod
@@ -217,4 +217,4 @@ class _AdjointExchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _AdjointExchange.apply(gradient, ctx.group, *ctx.maps), None, None, None
+        return _ContextExchange.apply(gradient, ctx.group, *ctx.maps), None, None, None
