@@ -28,8 +28,9 @@ import click
 import torch
 from crossings.case import TOPOLOGIES, Case, draw
 from crossings.outcome import AnyCase, Outcome, Runner, read_case
-from crossings.patching import can_patch, patch, patch_rank
+from crossings.patching import CannotPatchError, can_patch, patch, patch_rank
 from crossings.version2_case import Version2Case, draw_version2
+from support.ranks.rank_pool import RankFailed
 
 if TYPE_CHECKING:
     from support.ranks.rank_pool import RankPool
@@ -237,17 +238,27 @@ class Patched:
     """Ranks that have imported the runtime, with a mutant's functions in place of its own; the same here, where one process trains.
 
     Args:
-        mutant: default: the runtime as it is.
+        mutant: None for the runtime as it is.
+
+    Raises:
+        NotAMutantError: it cannot be put into them.
     """
 
     def __init__(self, mutant: Mutant | None) -> None:
         self._given = None if mutant is None else (str(mutant.path), mutant.text())
-        self._undo = None if self._given is None else patch(*self._given)
+        try:
+            self._undo = None if self._given is None else patch(*self._given)
+        except CannotPatchError as error:
+            raise NotAMutantError(str(error)) from error
         self._runner = Runner(repeats=False, prepare=self._prepare, timeout=_PATIENCE)
 
     def _prepare(self, pool: RankPool) -> None:
-        if self._given is not None:
+        if self._given is None:
+            return
+        try:
             pool.run(patch_rank, pool.size, *self._given, init=False)
+        except RankFailed as error:  # which is no outcome of a case
+            raise NotAMutantError(str(error)) from error
 
     def run(self, case: AnyCase) -> Outcome:
         """Run a case."""

@@ -12,6 +12,10 @@ from pathlib import Path
 Undo = Callable[[], None]
 
 
+class CannotPatchError(Exception):
+    """A module whose functions cannot be replaced."""
+
+
 def can_patch(before: str, after: str) -> bool:
     """Return whether two texts of a module differ in nothing but the code of functions, which can be replaced in place."""
     return _pairs(before, after) is not None
@@ -23,12 +27,18 @@ def patch(file: str, after: str) -> Undo:
     Args:
         file: of a module that :func:`can_patch`, as the import system has it.
         after: the module's other text.
+
+    Raises:
+        CannotPatchError: the module is another one here, or nothing would change.
     """
     path = Path(file)
     root = next(folder for folder in path.parents if not (folder / "__init__.py").exists())
-    importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
+    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
     pairs = _pairs(path.read_text(encoding="utf-8"), after)
-    assert pairs is not None
+    if pairs is None or module.__file__ != file:
+        raise CannotPatchError(f"{name} is {module.__file__} here, not {file}, or more than its functions would change")
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # frozen objects are not listed
     changed: list[tuple[types.FunctionType, types.CodeType]] = []
     for function in gc.get_objects():
@@ -38,7 +48,15 @@ def patch(file: str, after: str) -> Undo:
         if new is not None:
             changed.append((function, function.__code__))
             function.__code__ = new.replace(co_filename=file)
-    gc.freeze()
+    if was_frozen:
+        gc.freeze()
+    if not any(
+        function.__code__.co_code != code.co_code
+        or function.__code__.co_consts != code.co_consts
+        or function.__code__.co_names != code.co_names
+        for function, code in changed
+    ):
+        raise CannotPatchError(f"no function of {file} has changed")
 
     def undo() -> None:
         for function, code in changed:

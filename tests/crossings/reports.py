@@ -22,14 +22,11 @@ _HEAD = ("commit", "seed", "cases", "equal", "refused, by reason", "wrong", "pro
 
 def commit_of_this() -> str:
     """Return the commit of the code that runs, with a plus sign if files differ from it; empty outside a repository."""
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip()
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        return ""
 
 
 def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:

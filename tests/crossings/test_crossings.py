@@ -171,6 +171,10 @@ FIXED = {
         topology="dp2", net="images",
         events=(Event(3, "evaluate"), Event(3, "write_buffers"), Event(3, "reload_state"), Event(3, "evaluate")),
     ),
+    "an evaluation between passes, and training goes on from memory in a pipeline": Case(
+        topology="s2", microbatches=2, clipping="largest", passes=2, optimizer="adam", step_program=True,
+        events=(Event(1, "evaluate_within"), Event(3, "resume_memory", "pp2")),
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 

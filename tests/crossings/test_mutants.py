@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 from crossings.case import AXES, EVENTS, TOPOLOGIES, draw
 from crossings.mutants import in_order, read_mutants, words_of
-from crossings.patching import can_patch, patch
+from crossings.patching import CannotPatchError, can_patch, patch
 from crossings.version2_case import AXES as VERSION2_AXES
 from crossings.version2_case import draw_version2
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_every_mutant_changes_one_place() -> None:
@@ -71,5 +68,7 @@ class Kept:
     assert (known().one, known.two([1])) == (7, [3, 3, 3])
     undo()
     assert (known().one, known.two([1])) == (1, [2, 2])
+    with pytest.raises(CannotPatchError, match="no function"):
+        patch(str(file), before)
     for old, new in (("FACTOR = 2", "FACTOR = 3"), ("LIMIT = 1", "LIMIT = 2"), ("    @property\n", "")):
         assert not can_patch(before, before.replace(old, new))
