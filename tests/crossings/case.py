@@ -375,7 +375,7 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
     if values["optimizer"] in _OF_TENSORS and values["net"] == "images":
         values["precision"] = "float64"  # biases before batch norms have gradients of nothing but rounding
     if values["optimizer"] in _OF_PARAMETERS and NETS[values["net"]].from_transformers:
-        values["optimizer"] = "adam"  # distributed forms of a model may divide its weights into other parameters
+        values["optimizer"] = "muon"  # distributed forms of a model may divide its weights into other parameters
     if values["optimizer"] == "muon" and values["net"] == "mixtral":
         values["optimizer"] = (
             "adam"  # with one expert for a token, the router's gradient is nothing but rounding in float32

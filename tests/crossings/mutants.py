@@ -362,7 +362,9 @@ def main() -> None:
 @main.command()
 @click.option("--only", multiple=True, help="id of a mutant; default: all")
 @click.option(
-    "--seed", default="124", help="of the cases; this one has more pairs of values among its first 120 than 198 others"
+    "--seed",
+    default="5",
+    help="of the cases; this one has more pairs of values among its first 120 than 197 others, and Muon on a divided GPT-2",
 )
 @click.option("--count", default=120, help="cases")
 @click.option(
