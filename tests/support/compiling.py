@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import py_compile
 import sys
@@ -33,7 +34,8 @@ def compile_files(config: pytest.Config, files: Iterable[Path]) -> None:
     for file in files:
         if file.name != "conftest.py" and not file.name.startswith("test_"):
             if not _is_newer(Path(importlib.util.cache_from_source(str(file))), file):
-                py_compile.compile(str(file), doraise=False, quiet=2)
+                with contextlib.suppress(OSError):  # a folder that nobody may write to
+                    py_compile.compile(str(file), doraise=False, quiet=2)
             continue
         compiled = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
         if not _is_newer(compiled, file):
