@@ -257,6 +257,18 @@ def test_backward_passes_of_the_engine_itself_run_on_the_thread_for_them():
     assert threads == ["emulated-backward"]
 
 
+def test_what_modules_have_imported_by_name_is_replaced_and_put_back():
+    from smp_runtime.tensors import lazy_tensor, weight_gradients
+
+    def read():
+        return [weight_gradients.run_backward, lazy_tensor.make_without_elements]
+
+    before = read()
+    with emulated():
+        assert not any(now is own for now, own in zip(read(), before, strict=True))
+    assert all(now is own for now, own in zip(read(), before, strict=True))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind, recwarn):
     torch.manual_seed(0)
