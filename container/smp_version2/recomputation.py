@@ -53,7 +53,7 @@ class OffloadedInputs(threading.local):
         return cls(activations, offloader)
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a model whose recomputed modules' inputs leave."""
+        """Call a model, and let the inputs of its recomputed modules leave the device."""
         if self.is_on:  # a wrapped part of a wrapped model
             return module(*args, **kwargs)
         if self.offloader.is_idle:

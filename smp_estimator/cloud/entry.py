@@ -1,8 +1,8 @@
 """Runs the user's script in a stock image, with the runtime that travelled beside it.
 
-This file is uploaded with the user's code and started by the platform in every rank. It needs nothing but Python:
-the runtime lies beside it as a wheel, which is unpacked once per host and put before everything else that Python
-could import, so that an ``smdistributed`` of the image is never the one that a script gets.
+This file is uploaded with the user's code and started by the platform in every rank. It needs only Python. The runtime
+lies beside it as a wheel, which is unpacked once per host and put first on Python's path. So a script never gets an
+``smdistributed`` of the image.
 """
 
 from __future__ import annotations

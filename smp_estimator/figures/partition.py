@@ -12,7 +12,7 @@ from pathlib import Path
 from smp_config import ConfigError
 from smp_estimator.figures.svg import WIDTH, box, colour, ink_on, legend, picture, shorten, text
 
-#: Of a module whose parts lie on several stages.
+#: The color of a module with parts on several stages.
 _SEVERAL = "#6e7781"
 
 #: Columns for modules within modules; what is deeper counts for the module that holds it.

@@ -24,8 +24,8 @@ _lock = threading.Lock()
 def find_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers of a model that may multiply in 8 bits, with their paths in the unwrapped model.
 
-    The layer that computes a language model's logits is none, and neither are layers with a weight of other modules too, or with
-    sizes that are no multiples of :data:`MULTIPLE`.
+    The layer that computes a language model's logits is left out. So are layers that share their weight with other modules, and
+    layers with sizes that are not multiples of :data:`MULTIPLE`.
     """
     uses: Counter[int] = Counter()
     for module in model.modules():

@@ -101,7 +101,7 @@ class FlatShards(Generic[Unit]):
             arrivals.settle()
 
     def _parameters_to_update(self) -> list[nn.Parameter]:
-        """Return the sharded parameters of which an optimizer that updates now has gradients on this rank."""
+        """Return the sharded parameters with gradients on this rank for an optimizer that updates now."""
         found = []
         for parameter in self._where:
             shard = self.optimizer_shards.get(parameter)

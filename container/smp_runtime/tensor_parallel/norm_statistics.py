@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.during_calls import DuringCalls
 
-#: Functions of which a part of the features gives a wrong result.
+#: Functions that give a wrong result for a part of the features.
 _MEANS = (torch.mean, torch.Tensor.mean)
 _VARIANCES = (torch.var, torch.Tensor.var)
 

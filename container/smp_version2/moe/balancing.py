@@ -1,6 +1,6 @@
 """Which experts a router chooses for a token, and how much each counts.
 
-Let ``l`` be the router's results for ``T`` tokens and ``E`` experts, of which each token gets ``k``.
+Let ``l`` be the router's results for ``T`` tokens and ``E`` experts; each token gets ``k`` experts.
 
 =============  ==================================================  ================================================
 balancing      experts of token ``t``                              weights

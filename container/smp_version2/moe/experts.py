@@ -1,4 +1,4 @@
-"""Experts of which each rank has some: a list of modules, or one module with parameters of many experts."""
+"""Experts that are divided over the ranks: a list of modules, or one module with parameters of many experts."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ class EquivalenceCheck:
         return found
 
     def _sliced_dim(self, expected: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | None:
-        """Return the first dim, after that of the batch, of which each part has its slice; None if there is none."""
+        """Return the first dim, after that of the batch, that is divided over the parts; None if there is none."""
         for dim in range(1, expected.dim()):
             shape = _cut(expected.shape, dim, expected.shape[dim] // self._size)
             are_slices = all(part.shape == shape for part in parts)
@@ -450,7 +450,10 @@ def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
     values = torch.randn(tensor.shape, dtype=torch.float64, device="cpu")
-    return values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else values * 0.3 + (name != "bias")
+    # As in a trained model: matrices keep the size of activations, and the weights of norms lie around 1.
+    if tensor.dim() > 1:
+        return values / tensor.shape[-1] ** 0.5
+    return values * 0.3 + (name != "bias")
 
 
 def _is_output_by_rows(tensor: torch.Tensor, flows: bool, batch: int) -> bool:

@@ -1,1 +1,1 @@
-"""Optimizers that update whole matrices, of which ranks have parts."""
+"""Optimizers that update whole matrices, although a rank has only a part of each."""

@@ -1,4 +1,4 @@
-"""Matrices that PyTorch's ``fully_shard`` has cut: DTensors, of which every rank gets the whole direction."""
+"""Matrices that PyTorch's ``fully_shard`` has cut: DTensors. Every rank gets the whole direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def gathered(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the whole tensor of which each rank of a DTensor's mesh has the part that it has of ``like``; it may be changed."""
+    """Return a whole tensor, gathered from parts that lie on the ranks like those of a DTensor ``like``; it may be changed."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = like.device_mesh, like.placements

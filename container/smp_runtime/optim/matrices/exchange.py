@@ -113,12 +113,12 @@ def takes_matrices(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class WholeMatrices:
-    """The matrices of an optimizer whose ranks have parts of them.
+    """An optimizer's matrices, with parts on several ranks.
 
-    Ranks of a tensor parallel group have parts of what it cuts, and ranks that share optimizer state have runs of elements.
-    All ranks of a stage call :meth:`update` together. For each matrix one of the ranks with most of its elements gets the
-    directions of the others, in the type that it computes with, and sends their parts of the update back: twice the elements
-    that it lacks, the fewest that any one rank could do with.
+    Ranks of a tensor parallel group have parts of the matrices that it splits. Ranks that share optimizer state have runs of
+    elements. All ranks of a stage call :meth:`update` together. For each matrix, one of the ranks with the most elements receives
+    the directions of the others, in the type that it computes with, and sends back their parts of the update. So the elements
+    that it lacks are sent twice, which is the least with one rank that computes the update.
 
     Args:
         model: the model with the optimizer shards to update; None if the parameters themselves are updated.

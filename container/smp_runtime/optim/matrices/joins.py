@@ -19,7 +19,7 @@ logger = logging.getLogger("smp")
 
 
 def name_in(name: str, number: int) -> str:
-    """Return the name of a parameter or matrix among those of several models, of which this is its model's number."""
+    """Return a name of a parameter or matrix that is unique among several models; ``number`` is its model's."""
     return f"{number}:{name}" if number else name
 
 

@@ -109,7 +109,7 @@ class MuonUpdate:
     def update_dtensor(self, matrices: Matrices) -> None:
         """Update the matrices of a DTensor, with all ranks of its mesh.
 
-        Each rank gathers the whole direction and computes the whole update, of which it takes its part.
+        Each rank gathers the whole direction, computes the whole update, and takes its part of it.
         """
         parameter: Any = matrices.updated
         group, state = matrices.settings, self._state[parameter]

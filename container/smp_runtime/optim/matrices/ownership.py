@@ -43,7 +43,7 @@ class MatrixHolding:
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """A matrix of which several ranks have parts, or several parameters.
+    """A matrix with parts on several ranks, or in several parameters.
 
     Attributes:
         owner: the rank that updates it.
@@ -111,7 +111,7 @@ def _work_alone(holding: MatrixHolding) -> int:
 
 
 def is_complete(holdings: Mapping[int, MatrixHolding]) -> bool:
-    """Return whether ranks have all elements of the matrices of which any of them has some."""
+    """Return whether the ranks together have all elements of every matrix that any of them has a part of."""
     return not any(map(_are_lacking, _parts(holdings).values()))
 
 
@@ -148,7 +148,7 @@ def work(shape: Sequence[int]) -> int:
 
 
 def in_rounds(shared: Sequence[SharedMatrix]) -> list[list[SharedMatrix]]:
-    """Divide matrices into rounds, in each of which an owner assembles few enough to have memory for them."""
+    """Divide matrices into rounds, so that an owner has memory for all that it assembles in one round."""
     most = max([MATRIX_ROUND_BYTES, *(matrix.bytes for matrix in shared)])
     rounds: list[list[SharedMatrix]] = []
     at: dict[int, int] = {}
