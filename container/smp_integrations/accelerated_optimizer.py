@@ -35,6 +35,7 @@ def loss_scale_of(handler: GradScalerKwargs | None, fp16: bool) -> dict[str, Any
     given = handler.to_kwargs() if handler is not None else {}
     if given.get("enabled") is False:
         return {}
+    # The defaults are those of ``torch.amp.GradScaler``.
     scale = {
         "init_scale": given.get("init_scale", 65536.0),
         "scale_factor": given.get("growth_factor", 2.0),

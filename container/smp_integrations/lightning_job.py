@@ -84,6 +84,7 @@ class JobStrategy:
     ) -> None:
         self._job = sessions.init(config)
         if loss_scale is None and self._job.ranks.cfg.fp16:
+            # As ``torch.amp.GradScaler`` begins.
             loss_scale = {"static_loss_scale": None, "dynamic_loss_scale": True, "init_scale": 65536.0}
         self._loss_scale = dict(loss_scale or {})
         self._options = options

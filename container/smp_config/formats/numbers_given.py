@@ -44,6 +44,7 @@ def _number(value: Any) -> Any:
 
 def _digits(value: float) -> int:
     """Return the approximate number of digits of an integer; Python writes out no more than 4,300."""
+    # By the logarithm of 2 to base 10, 0.30103.
     return int(value).bit_length() * 30103 // 100000 + 1
 
 

@@ -22,6 +22,7 @@ def list_addresses() -> dict[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             for _, name in socket.if_nameindex():
                 try:
+                    # A C structure: the name in 15 bytes and a zero, and room for the answer.
                     answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
                 except OSError:
                     continue  # it has none

@@ -95,10 +95,10 @@ class Offloader:
 
     Args:
         horizon: tasks before its use at which an activation is loaded.
-        where: gives the place of the running task, its action and the planned order of actions, if there is one.
+        where: returns the place of the running task, its action and the planned order of actions, if there is one.
 
     Attributes:
-        figures: what was moved; reset by the caller at will.
+        figures: amounts that were moved; the caller may reset them.
         has_kept: whether there has been a tensor that may leave.
         has_moved: whether one has left.
     """
@@ -345,7 +345,7 @@ class _Movable(Stored):
         if self._event is not None and self.tensor is not None and self._host is not None:
             stream = torch.cuda.current_stream(self._offloader.device)
             stream.wait_event(self._event)
-            # The memory is of the stream of the copy, which must not have it again before this stream has read it.
+            # The memory belongs to the copy stream, which must not reuse it before this stream has read it.
             self.tensor.record_stream(stream)
             self._offloader.taken(self)
         return super().take(label)

@@ -191,8 +191,8 @@ def broadcast_tensors(
     """Overwrite ``tensors`` on every rank of ``group`` with those of global rank ``source``.
 
     Tensors of one type travel together in buffers of up to ``chunk_bytes``; a larger tensor travels alone, without
-    a copy when it is contiguous. Large ones in host memory that are equal on all ranks stay as they are: where they are a
-    mapped file, as Transformers loads it, writing would take memory for all of it.
+    a copy when it is contiguous. Large ones in host memory that are equal on all ranks stay as they are: if they are a
+    mapped file, as Transformers loads weights, writing would allocate memory for all of it.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in _differing([tensor for tensor in tensors if tensor.numel()], source, group, collectives):

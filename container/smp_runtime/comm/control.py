@@ -41,7 +41,7 @@ USER_COLLECTIVE_CHANNEL = 3
 #: Seconds for ranks that have left to report it, after a connection was lost.
 _ANSWER_SECONDS = 1.5
 
-#: Of errors of PyTorch's collectives that may come of another rank's end.
+#: Texts in errors of PyTorch's collectives that another rank's end may cause.
 _LOST = re.compile(
     r"(?i)gloo|nccl|c10d|TCPStore|connection (closed|reset|refused|was)|socket|broken pipe|remote process"
 )

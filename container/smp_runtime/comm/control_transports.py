@@ -99,7 +99,8 @@ class MpiTransport:
         self.size = self._comm.Get_size()
         self.call = ""
         # Messages of MPI go by its own connections; this is for what ranks exchange by others.
-        self.seal = Seal(self._comm.bcast(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None))
+        drawn = secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None
+        self.seal = Seal(self._comm.bcast(drawn))
         #: Ranks that get a report when this rank leaves. In a large job not all do: each would need a connection for it.
         self._contacts = set(range(self.size)) if self.size <= _TELLS_ALL else set()
         self._places: dict[int, WaitingPlace] = {}
@@ -441,6 +442,7 @@ def _start_of_process() -> str:
     Process numbers repeat, and containers use the same ones.
     """
     try:
+        # The start stands 20th behind the program's name, which may contain spaces.
         return Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     except OSError:
         return ""

@@ -101,6 +101,7 @@ class Wait:
         self._asked = 0  # times
         self._noted: int | None = None  # in the record of this process, once it is worth a note
         self._left_at: float | None = None  # when it was first seen
+        # Short at first: most answers are nearly there, and a pause adds to the latency of each message.
         self._pause = 20e-6
 
     def __enter__(self) -> Wait:

@@ -196,6 +196,7 @@ class StopAgreement:
         rank, size = self._control.rank, self._control.size
         coming = _NEVER
         if reason is not None:
+            # Together: the main thread must not finish a step between the two, or it would not stop after it.
             with self._lock:
                 self._is_asked = True
                 coming = self._finished + 1

@@ -152,6 +152,7 @@ class StreamWork(_GatherWork):
             while not self.is_completed():
                 if time.monotonic() > deadline:
                     raise SMPOperationError(_late(limit), code="SMP316")
+                # CUDA's wait for an event has no timeout.
                 time.sleep(_LOOK)
         return True
 

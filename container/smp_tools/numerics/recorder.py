@@ -330,6 +330,7 @@ def _head(ranks: Ranks, every: int, environ: Mapping[str, str], former: Head | N
         microbatches=ranks.cfg.microbatches,
         owners=owners_of(ranks),
         every=every,
+        # TensorFloat-32 keeps ten bits of the fraction: half of the last one.
         rounding=2.0**-11 if coarse else 0.0,
         was_pipeline=ranks.size(Group.PP) > 1 or (former is not None and former.was_pipeline),
         restart=restart_count(environ),

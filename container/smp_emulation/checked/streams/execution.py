@@ -175,6 +175,7 @@ class Executor:
 
     def _work(self, targets: list[QueuedWork]) -> None:
         """Run what the targets need, and perhaps more, until they have begun or nothing may run; the lock is held."""
+        # Sometimes work runs that nothing waits for yet: a GPU does not hold it back either.
         needed = None if self._random.random() < 0.3 else _before(targets)
         while not self._ends and self._error is None and not all(item.begun for item in targets):
             lanes = self._ready_lanes(needed)

@@ -45,6 +45,7 @@ class _Members:
         self.others = [None if rank == host.rank else host.neighbours[rank] for rank in ranks]
         self.readers = [host.position_of[rank] for rank in ranks if rank != host.rank]
         name = f"{group.group_name} {list(ranks)}"
+        # Seven bytes: entries of the list are signed words of eight.
         self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         self._places = itertools.count(2, 2)
         self.unfinished: deque[_Work] = deque()

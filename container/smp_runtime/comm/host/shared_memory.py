@@ -115,6 +115,7 @@ class Arena(_Words):
         self._descriptor = os.memfd_create("smp-collectives")
         os.ftruncate(self._descriptor, self._bytes)
         super().__init__(mmap.mmap(self._descriptor, self._bytes))
+        # Seven bytes: the words are signed.
         self.words[_TOKEN] = int.from_bytes(os.urandom(7), "little")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
         self._end = self._begin
@@ -167,6 +168,7 @@ class Arena(_Words):
         while not self._publish(group, place, readers, tensor, offset):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"timed out: other ranks of this host have not read {self._entries} tensors")
+            # Readers do not wake the writer: a full list is rare, and a wake-up costs each read a system call.
             time.sleep(0.001)
         _call(self.counter_address, _FUTEX_WAKE, 2**31 - 1, None)
 
