@@ -33,7 +33,8 @@ def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
         ConfigError: a name is not that of a tracker.
     """
     text = environ.get(LOGGERS_VARIABLE, "")
-    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip().lower())))
+    words = [part.strip().lower() for part in text.split(",")]
+    names = tuple(dict.fromkeys(filter(None, words)))
     if names == ("0",):
         return ()
     for name in names:

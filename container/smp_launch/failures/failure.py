@@ -256,7 +256,7 @@ class FailureCollector:
             return False
         if number in _FIRST_CAUSES:
             return True
-        # One that was stopped before it could handle that makes others fail, which are still at work.
+        # A rank that is stopped before it can handle the signal makes others fail that are still at work.
         is_unheard = ended_unheard is not None and rank in ended_unheard
         return stopped_by is not None and number in _STOPS and is_unheard
 
@@ -313,13 +313,13 @@ class FailureCollector:
         own = {record.rank for record in self.records if not record.accused}
         if not own:
             return self._most_accused()
-        # Who blames a rank that reported its own failure only noticed that failure.
+        # A rank that blames another one, which has reported its own failure, only noticed that failure.
         causes = [record for record in self.records if own.isdisjoint(record.accused)]
         return min(causes, key=_time_of, default=None)
 
     def _most_accused(self) -> FailureRecord:
         """Return the record of the rank that the others blame most, if no rank has failed on its own account."""
-        # Who has lost all others is more likely to be cut off itself than all others are.
+        # A rank that has lost all others is more likely to be cut off than all of them.
         votes: dict[int, float] = defaultdict(float)
         for record in self.records:
             for rank in record.accused:

@@ -72,9 +72,8 @@ class Layout:
         if not settings.uses_mpi:
             # Without mpirun the hosts know nothing of each other; each is a world of one.
             return cls((current_host,), 1, ScriptKind.SCRIPT, simulated)
-        data = settings.data_parallel is not None and settings.data_parallel.enabled
         processes = mpi.processes_per_host if mpi else None
-        if processes is None and data:
+        if processes is None and _kind_under_mpi(settings) is ScriptKind.DATA_PARALLEL:
             processes = max(gpus, 1)
         if processes is None:
             raise ConfigError(
@@ -92,14 +91,7 @@ class Layout:
         if settings.model_parallel is not None:
             require_usable(settings.instance_type, processes)
         _refuse_too_many(processes, len(hosts))
-        kind = (
-            ScriptKind.DATA_PARALLEL
-            if data
-            else ScriptKind.MODEL_PARALLEL
-            if settings.model_parallel
-            else ScriptKind.MPI
-        )
-        layout = cls(tuple(hosts), processes, kind, simulated)
+        layout = cls(tuple(hosts), processes, _kind_under_mpi(settings), simulated)
         if settings.model_parallel is not None:
             settings.model_parallel.topology(layout.world_size)
         return layout
@@ -169,6 +161,13 @@ class Layout:
         """Return the layout that the leader handed to this rank."""
         given = json.loads(environ[LAYOUT_VARIABLE])
         return cls(**{**given, "hosts": tuple(given["hosts"]), "kind": ScriptKind(given["kind"])})
+
+
+def _kind_under_mpi(settings: JobSettings) -> ScriptKind:
+    """Return what mpirun, or what replaces it, starts for a job."""
+    if settings.data_parallel is not None and settings.data_parallel.enabled:
+        return ScriptKind.DATA_PARALLEL
+    return ScriptKind.MPI if settings.model_parallel is None else ScriptKind.MODEL_PARALLEL
 
 
 def _refuse_too_many(processes: int, hosts: int) -> None:

@@ -82,7 +82,9 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
         The processes that are left, normally none.
     """
     deadline = time.monotonic() + _KILL_PATIENCE
-    while (left := sorted(find_descendants(apart) - set(spare))) and time.monotonic() < deadline:
+    while left := sorted(find_descendants(apart) - set(spare)):
+        if time.monotonic() >= deadline:
+            break
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

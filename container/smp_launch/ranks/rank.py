@@ -117,7 +117,8 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     training = TrainingEnvironment.read(tree, environ, host)
     if layout.kind is not ScriptKind.SCRIPT and tuple(training.hosts) != layout.hosts:
         now = environ.get(PARAMETERS_VARIABLE)
-        training = training.over(layout.hosts, json.loads(now) if now else None)
+        parameters = json.loads(now) if now else None
+        training = training.over(layout.hosts, parameters)
     if layout.simulated and environ.get(FOLDER_VARIABLE):
         # The memory of a host is its own, and ends with it.
         folder = Path(environ[FOLDER_VARIABLE], host)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from smp_launch.machine.signals import StopRequests
     from smp_launch.mpirun.job import Job
 
-#: Of shared memory, what Open MPI takes for each rank, or a little more.
+#: Bytes of shared memory that Open MPI takes for each rank, rounded up.
 _MPI_BYTES = 20 << 20
 
 #: A limit of open files below which it is likely the reason why nothing starts: mpirun has some 30, and some for each rank.
@@ -111,7 +111,7 @@ def run_job(
 def _start(
     job: Job, stop: StopRequests, environ: Mapping[str, str], others: OtherHosts | None, ready: Standby
 ) -> Attempt:
-    """Run the ranks to their end, once: all that a start makes is gone afterwards, so that the next meets none of it."""
+    """Run the ranks once, to their end; remove everything that this start has made, so that the next one finds none of it."""
     collector = FailureCollector(job.layout.host_of, mpirun=job.mpi is not None)
     supervisor = Supervisor(
         stop,
@@ -139,7 +139,8 @@ def _start(
         is_restart = restart_count(environ) > 0
         if is_restart:
             ready.hurry()
-        command = ready.program(job.program(), is_restart=is_restart, whose="group" if job.mpi else "process")
+        whose = "group" if job.mpi else "process"
+        command = ready.program(job.program(), is_restart=is_restart, whose=whose)
         if job.mpi is not None:
             command = mpirun_command(job.mpi, job.layout, job.options(dirs), command, exported=announced)
         check_size(command, passed)
@@ -252,5 +253,6 @@ def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
         if job.mpi is not None and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             # In a full one MPI would end every rank.
             is_full = not has_room(SHARED_MEMORY, _MPI_BYTES * job.layout.world_size)
-            memory = stack.enter_context(private_dir(Path(tempfile.gettempdir()) if is_full else SHARED_MEMORY))
+            parent = Path(tempfile.gettempdir()) if is_full else SHARED_MEMORY
+            memory = stack.enter_context(private_dir(parent))
         yield PrivateDirs(session, memory)

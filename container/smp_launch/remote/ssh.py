@@ -255,6 +255,7 @@ def _wait_until_listening(process: subprocess.Popen[bytes], number: int) -> None
                     f"log; set {PORT_VARIABLE} to a free port on all hosts",
                     code="SMP203",
                 ) from None
+            # The server does not report when it listens; only a connection shows it.
             time.sleep(_LOOK_EVERY)
 
 

@@ -57,7 +57,8 @@ class Attempt:
     @property
     def fault(self) -> tuple[str, int | None]:
         """Return a key that is equal if the same fault happens at the same step."""
-        return _NUMBERS.sub("#", self.cause.headline if self.cause else ""), self.step
+        headline = self.cause.headline if self.cause else ""
+        return _NUMBERS.sub("#", headline), self.step
 
 
 @dataclass

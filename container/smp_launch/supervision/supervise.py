@@ -151,7 +151,7 @@ class Supervisor:
         self._outcome.ended_unheard = set() if self.local else None
         try:
             with self._selector:
-                # Before any rank starts, which finds a reader then.
+                # Before any rank starts, so that it finds a reader.
                 self._open_rank_pipes()
                 self._process = subprocess.Popen(
                     list(command),
@@ -443,7 +443,7 @@ def write(data: bytes, descriptor: int, patience: float = _READER_PATIENCE) -> N
     """Write all of ``data``; a reader that is gone is no reason to fail.
 
     Args:
-        patience: seconds to wait for a slow reader that does not block us: whoever shares the pipe made it so.
+        patience: seconds to wait for a slow reader of a non-blocking pipe; another process that shares it may have made it so.
     """
     left = memoryview(data)
     while left:
@@ -466,6 +466,7 @@ def write_own_line(text: str) -> None:
 
 def stop_code(reason: str) -> int:
     """Return the exit code of a job that was stopped and did not end well."""
+    # As a shell reports SIGTERM: 128 + 15.
     return _STOP_CODES.get(reason, 143)
 
 

@@ -148,6 +148,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # nothing of it may stand in buffers that two processes write out
             sys.stdout.flush()
             sys.stderr.flush()
+        # Imports that start threads get no fork server: no lock is held by a thread that the child would lack.
         pid = os.fork()
         if pid:
             # On both sides of the fork, so that the group exists before either uses it.

@@ -90,8 +90,10 @@ class OtherHost:
     def positions(self) -> Mapping[int, RankPosition]:
         """See :class:`WatchedRanks`."""
         deadline = time.monotonic() + _PATIENCE
-        while self._positions is None and (left := deadline - time.monotonic()) > 0 and self._hear(left):
-            pass
+        while self._positions is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._hear(left):
+                break
         return self._positions or {}
 
     def _request(self, words: str) -> None:

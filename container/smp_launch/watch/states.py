@@ -54,6 +54,7 @@ def state_of(pid: int) -> State:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return State("")
+    # User and system time, counted behind the program's name, which may contain spaces.
     used = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
     moved = 0
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The watch over a job's ranks: looks at their records, and brings all together when they do not go on."""
+"""The watch over a job's ranks: reads their records, and combines them if the ranks make no progress."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 #: Seconds between two looks, at most; less if the timeout is short.
 _LOOK_SECONDS = 1.0
 
-#: Seconds for which others wait for a rank that has ended its script, before that is their fault; its last words may be under way.
+#: Seconds that others may wait for a rank that has ended its script before they are to blame: its last message may be under way.
 _LEFT_SECONDS = 5.0
 
-#: Share of the patience until a matter is looked into again that was not certain.
+#: Share of the patience after which an uncertain verdict is examined again.
 _AGAIN = 0.25
 
 
@@ -48,7 +48,7 @@ class HangWatch:
     Args:
         machines: the ranks of each machine.
         size: number of ranks of the job. If some of them cannot be seen here, no verdict about them is made.
-        patience: how long nothing may happen.
+        patience: seconds without progress that are allowed.
     """
 
     def __init__(self, machines: Sequence[WatchedRanks], patience: HangTimeout, size: int = 0) -> None:
@@ -117,7 +117,7 @@ class HangWatch:
         return None
 
     def examine(self) -> Hang | None:
-        """Bring all records together and return the hang, or None if there is none.
+        """Combine all records, and return the hang, or None if there is none.
 
         Ranks that stand still because they wait for one that goes on are no hang.
         """
