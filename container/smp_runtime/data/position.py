@@ -260,7 +260,8 @@ class Sources:
 
     def alive(self) -> list[SampleSource]:
         """Return the sources in the order in which they were made, the same on all ranks."""
-        return [source for reference in self._sources if (source := reference()) is not None]
+        found = [reference() for reference in self._sources]
+        return [source for source in found if source is not None]
 
 
 class KeptState(Protocol):
@@ -316,8 +317,14 @@ class SourcePositions:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the positions for a checkpoint; empty if the script has no such source."""
         found = {name: source.state_dict() for name, source in self._alive().items()}
-        kept = {name: state for name, each in self._kept.items() if (state := each.state_dict())}
-        return found | ({_KEPT: kept} if kept else {})
+        kept = {}
+        for name, each in self._kept.items():
+            state = each.state_dict()
+            if state:
+                kept[name] = state
+        if kept:
+            found[_KEPT] = kept
+        return found
 
     def check(self, states: Any) -> None:
         """Check that states of a checkpoint can be loaded.
@@ -355,4 +362,9 @@ class SourcePositions:
                 source.load_state_dict(states[name])
 
     def _alive(self) -> dict[str, SampleSource]:
-        return {name: source for name, reference in self._sources.items() if (source := reference()) is not None}
+        alive = {}
+        for name, reference in self._sources.items():
+            source = reference()
+            if source is not None:
+                alive[name] = source
+        return alive

@@ -1,4 +1,4 @@
-"""How a full bucket travels: the seam between the reducer, which decides when, and what the ranks exchange."""
+"""Transports of full gradient buckets. The reducer decides when a bucket is sent, its transport decides how."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AllReduceTransport:
 
 @dataclass(frozen=True)
 class Peers:
-    """Who averages gradients with a hook.
+    """The ranks that average gradients by a hook.
 
     Attributes:
         group: the ranks that hold replicas of the parameters.
@@ -115,10 +115,10 @@ class _FromHook:
 
 
 class HookTransport:
-    """A hook in the form of PyTorch's DDP communication hooks averages the buckets.
+    """Transport by a hook in the form of PyTorch's DDP communication hooks, which averages the buckets.
 
     Args:
-        deliver: takes the averages, where they are not the gradients of whole parameters: sharded optimizer state.
+        deliver: takes the averages if they are not the gradients of whole parameters, as with sharded optimizer state.
     """
 
     carries_tail = False
@@ -153,7 +153,7 @@ class HookTransport:
         return _FromHook(future)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Hand on what the hook has averaged."""
+        """Pass on the averages of the hook."""
         if self._deliver is None:
             raise AssertionError("the result lands in the gradients")
         self._deliver(position, result, used)

@@ -90,7 +90,9 @@ class GradientReducer:
         # Until measured, guess that backward runs in the reverse order of registration.
         devices = {parameter.device for parameter in self._parameters}
         self._by_host = any(travel_by_host(device, len(self._ranks)) for device in devices)
-        self._set_buckets(list(buckets) if buckets is not None else self._buckets_in(list(reversed(range(count)))))
+        if buckets is None:
+            buckets = self._buckets_in(list(reversed(range(count))))
+        self._set_buckets(list(buckets))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self._parameters)
@@ -108,7 +110,7 @@ class GradientReducer:
         return [list(bucket.indices) for bucket in self._buckets]
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
-        """Replace the transport, between windows; ``make`` gets the parameters, and over whom they are averaged."""
+        """Replace the transport, between windows; ``make`` gets the parameters and the ranks that average them."""
         self._transport = make(self._parameters, Peers(self._group, self._collectives))
         self._set_buckets(self._buckets)
 
@@ -287,7 +289,7 @@ class GradientReducer:
 
 
 class ReducerSet:
-    """Does with each of its reducers what a :class:`GradientReducer` does."""
+    """Several reducers that are used like one :class:`GradientReducer`."""
 
     def __init__(self, reducers: Sequence[GradientReducer | SparseReducer]) -> None:
         self._reducers = list(reducers)
@@ -306,7 +308,7 @@ class ReducerSet:
         return buckets
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
-        """Replace every reducer's transport, as of one."""
+        """Replace every reducer's transport; see :meth:`GradientReducer.use_transport`."""
         for reducer in self._reducers:
             reducer.use_transport(make)
 
@@ -354,7 +356,7 @@ def batch_shares(registry: ParameterRegistry, trained: Sequence[torch.nn.Paramet
     """Return the factor for each parameter's gradient, as backward adds it, that makes it this rank's share.
 
     With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches. It is divided at
-    once, not with the average over the replicas: that comes again when another step has added to it.
+    once, not with the average over the replicas, which is taken again if another step adds to the gradient.
     """
     if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch:
         return [1.0] * len(trained)
@@ -428,7 +430,8 @@ class AccumulationScale:
         weak = weakref.ref(self)  # the garbage collector does not look into nodes
 
         def hook(share: float, gradients: _Gradients) -> _Gradients | None:
-            return None if (me := weak()) is None else me.scaled(gradients, share)
+            me = weak()
+            return None if me is None else me.scaled(gradients, share)
 
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)

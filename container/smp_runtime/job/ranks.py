@@ -128,7 +128,7 @@ class Ranks:
     control: ControlPlane  # carries small Python objects between ranks
     groups: ProcessGroups  # carry tensors
     collectives: Collectives  # the strategies communicate through these
-    step: StepState  # what of a step runs on this rank now
+    step: StepState  # the part of a step that runs on this rank now
     _kept: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -162,7 +162,10 @@ class Ranks:
         if collectives is None:
             collectives = implementation.collectives()
             shares = choose_host_collectives(parameters, device, backend, process_mode=agreed.process_mode)
-            if shares and (host := host_of(control, neighbours, is_required=parameters.host_collectives is True)):
+            host = None
+            if shares:
+                host = host_of(control, neighbours, is_required=parameters.host_collectives is True)
+            if host is not None:
                 collectives = HostCollectives(host)
                 groups.at_end(collectives.close)
         ranks = cls(
@@ -274,7 +277,7 @@ def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> Agreed
                 code="SMP303",
             )
     host = everyone[control.rank].host
-    # Of a job with several, no rank may decide by its own: they would not choose the same backend.
+    # None if hosts have different types: each rank would choose a backend for its own type, and not all the same.
     instances = {one.instance for one in everyone}
     return AgreedFacts(
         neighbours=[rank for rank, one in enumerate(everyone) if one.host == host],

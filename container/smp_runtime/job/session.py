@@ -109,12 +109,14 @@ class Session:
             """Return what scripts read through ``smp.state``: an attribute of this rank's place or of the running step."""
             if name == "ranks":  # not joined yet
                 raise AttributeError(name)
-            return getattr(self.ranks if hasattr(self.ranks, name) else self.ranks.step, name)
+            holder = self.ranks if hasattr(self.ranks, name) else self.ranks.step
+            return getattr(holder, name)
 
     @property
     def models(self) -> list[TrainedModel]:
         """Return the wrapped models that the script still holds, in the order of wrapping."""
-        return [model for reference in self._models if (model := reference()) is not None]
+        found = [reference() for reference in self._models]
+        return [model for model in found if model is not None]
 
     @property
     def records(self) -> dict[nn.Parameter, ParameterRecord]:
@@ -144,7 +146,8 @@ class Session:
     @property
     def optimizers(self) -> list[TrainedOptimizer]:
         """Return the wrapped optimizers that the script still holds, in the order of wrapping."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        found = [reference() for reference in self._optimizers]
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def adopt_model(self, model: TrainedModel) -> None:
         """Register a model that was just wrapped."""
@@ -242,7 +245,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
         return _session
     _show_log()
     carried = os.environ.get(PARAMETERS_VARIABLE)
-    settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
+    from_job = json.loads(carried) if carried else None
+    settings = {**_given(config), **_given(from_job)}
     return start(ModelParallelParameters.from_mp_parameters(settings))
 
 
@@ -265,6 +269,7 @@ def start(parameters: ModelParallelParameters) -> Session:
     try:
         _begin(session, parameters)
     except BaseException:
+        # Also after Ctrl-C: the other ranks must hear that this one leaves, or they wait until their deadline.
         session.has_failed = True
         with contextlib.suppress(Exception):  # the first error is the one to raise
             shutdown()

@@ -177,8 +177,10 @@ class Attributes:
         self._ended.add(microbatch)
         if microbatch == self._present == self._newest:
             self._settle(self._take_all())
+        elif microbatch == self._present:
+            self._see_what_returns(self._take_all())
         else:
-            self._see_what_returns(self._take_all() if microbatch == self._present else self._kept.get(microbatch, {}))
+            self._see_what_returns(self._kept.get(microbatch, {}))
         for number in self._ended:
             if number != self._newest:
                 self._kept.pop(number, None)

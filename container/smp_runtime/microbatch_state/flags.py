@@ -305,6 +305,7 @@ def _adapters(module: Any) -> list[str]:
         holder = getattr(module, name, None)
         if holder is not None and hasattr(holder, "keys"):
             adapters.update(holder)
+    # A flag is a byte: four times the number, and two switches.
     return sorted(adapters)[:62]
 
 

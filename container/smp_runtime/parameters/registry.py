@@ -164,7 +164,8 @@ class Successors:
     def made_of(self, replaced: nn.Parameter) -> list[nn.Parameter]:
         """Return the parameters with the elements of a replaced one; empty if it is not replaced or they are unknown."""
         references = self._made.get(replaced, None) or ()
-        return [made for reference in references if (made := reference()) is not None]
+        found = [reference() for reference in references]
+        return [parameter for parameter in found if parameter is not None]
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return ``parameters`` with successors in place of replaced ones.

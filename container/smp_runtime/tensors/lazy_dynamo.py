@@ -27,6 +27,7 @@ def load_compiler_later() -> Callable[[], None]:
         A function that restores PyTorch's own functions; call it once the compiler has been loaded.
     """
     marked: list[Any] = []
+    # Set by whichever thread imports the compiler, and read by those that update.
     is_loaded = threading.Event()
     kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
     for holder in (kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)):

@@ -127,10 +127,12 @@ def _gradients(func: Any, args: Any, kwargs: Any, asked: int) -> Any:
     """
     given = []
     for place, each in enumerate(args):
-        given.append(tree_map(_newest_of if place == asked else plain_of, each))
+        change = _newest_of if place == asked else plain_of
+        given.append(tree_map(change, each))
     named = {}
     for key, each in kwargs.items():
-        named[key] = tree_map(_newest_of if key == "inputs" else plain_of, each)
+        change = _newest_of if key == "inputs" else plain_of
+        named[key] = tree_map(change, each)
     with DisableTorchFunctionSubclass():
         return func(*given, **named)
 

@@ -112,19 +112,24 @@ def leaves_of(value: Any) -> list[Any]:
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Return nested containers with changed leaves; objects such as caches are leaves and are not copied."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(change, item) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_leaves(change, item) for item in value)
+        items = [map_leaves(change, item) for item in value]
+        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*items) if is_named_tuple else type(value)(items)
     if isinstance(value, Mapping):
-        changed = {key: map_leaves(change, item) for key, item in value.items()}
-        if type(value) is dict or not isinstance(value, dict):
-            return changed
-        value = copy.copy(value)  # the caller keeps its own
-        for key, item in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
-            value[key] = item
-        return value
+        return _map_values(change, value)
     return change(value)
+
+
+def _map_values(change: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
+    changed = {key: map_leaves(change, item) for key, item in value.items()}
+    is_plain = type(value) is dict or not isinstance(value, dict)
+    if is_plain:
+        return changed
+    made: Any = copy.copy(value)  # the caller keeps its own
+    for key, item in changed.items():  # Transformers' outputs are dictionaries with fields of the same names
+        made[key] = item
+    return made
 
 
 def copy_tensors(value: Any) -> Any:

@@ -72,13 +72,14 @@ class RandomState:
 class OtherGenerators:
     """Python's and NumPy's generators as they are now.
 
-    During a step they belong to the stage; afterwards every rank goes on where its script was, but for one draw, so that
-    scripts that draw the same numbers go on doing so although their ranks have run different modules.
+    During a step they belong to the stage. Afterwards every rank continues where its script was, after one more draw. So
+    scripts that draw the same numbers continue to do so, although their ranks have run different modules.
     """
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
+        numpy = _numpy_random()
+        self._numpy = None if numpy is None else numpy.get_state()
 
     def numbers(self) -> list[list[float]]:
         """Return the generators' states as numbers: of Python's, then of NumPy's if a script uses it."""
@@ -93,9 +94,12 @@ class OtherGenerators:
     def of_numbers(cls, numbers: list[list[float]]) -> OtherGenerators:
         """Return generators with the states of :meth:`numbers`, maybe of another rank; NumPy's stays if these have none."""
         made = cls()
+        ours = numbers[0]
         version, count = made._python[0], len(made._python[1])
-        gauss = numbers[0][count] if len(numbers[0]) > count else None
-        made._python = version, tuple(int(number) for number in numbers[0][:count]), gauss
+        words = tuple(int(number) for number in ours[:count])
+        # Python's generator keeps the second of two normal numbers for the next call.
+        next_normal = ours[count] if len(ours) > count else None
+        made._python = version, words, next_normal
         if len(numbers) > 1 and made._numpy is not None:
             *keys, place, has_gauss, cached = numbers[1]
             made._numpy = "MT19937", [int(key) for key in keys], int(place), int(has_gauss), cached

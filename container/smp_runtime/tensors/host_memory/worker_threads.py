@@ -68,7 +68,8 @@ class WorkerThreads:
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Return ``function`` of each item, in their order; the first error is raised."""
-        return [future.result() for future in [self.submit(function, item) for item in items]]
+        futures = [self.submit(function, item) for item in items]
+        return [future.result() for future in futures]
 
     def _work(self, begin: Callable[[], object]) -> None:
         problem: BaseException | None = None
