@@ -261,7 +261,8 @@ class JobAccelerator(Accelerator):
 
         This rank may have only a part of it: :meth:`get_state_dict` returns the whole state.
         """
-        return super().unwrap_model(model.module if isinstance(model, DistributedModel) else model, *args, **kwargs)
+        inner = model.module if isinstance(model, DistributedModel) else model
+        return super().unwrap_model(inner, *args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the whole state of a model; every rank must call this."""

@@ -184,7 +184,8 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
     wrapped = trainer.model_wrapped
     inner = wrapped.module if isinstance(wrapped, DistributedModel) else trainer.model
     if accepts_argument(former, "model"):
-        made = former(inner if model is None or isinstance(model, DistributedModel) else model)
+        is_default = model is None or isinstance(model, DistributedModel)
+        made = former(inner if is_default else model)
     else:
         trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
         try:

@@ -170,7 +170,8 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
             of its own.
     """
     model.train()
-    if callable(switch := getattr(trainer.optimizer, "train", None)):
+    switch = getattr(trainer.optimizer, "train", None)
+    if callable(switch):
         switch()
     inputs = trainer._prepare_inputs(inputs)
     microbatches = sessions.current_session().ranks.cfg.microbatches

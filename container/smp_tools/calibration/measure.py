@@ -93,7 +93,8 @@ def calibrate(seconds: float, instance_type: str | None = None) -> RateCard:
     sizes = ON_GPU if is_real else SMALL
     # Products of each type, attention, memory, launches, copies.
     kinds = len(_TYPES) * len(sizes.products) + len(sizes.lengths) + 3
-    watch = Stopwatch(device, seconds / kinds if is_real else min(0.05, seconds / kinds))
+    each = seconds / kinds if is_real else min(0.05, seconds / kinds)
+    watch = Stopwatch(device, each)
     rates = {name: _product_rate(watch, sizes, device, dtype) for name, dtype in _TYPES.items()}
     attention = _attention_rate(watch, sizes, device)
     summands = [torch.ones(sizes.elements, device=device) for _ in range(3)]
