@@ -49,11 +49,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         tensor_group = state.tp_process_group if parameter in split else None
         expert_group = state.ep_process_group if parameter in experts else None
         here = gradients.setdefault((group, tensor_group, expert_group), [])
-        if parameter.grad is not None:
-            here.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        if gradient is not None:
+            here.append(gradient)
     # Of the parameters, since a rank may have no gradient, and all ranks must add numbers of one type.
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-    norm = _combine_norms(gradients, float(norm_type), torch.float64 if is_double else torch.float32)
+    dtype = torch.float64 if is_double else torch.float32
+    norm = _combine_norms(gradients, float(norm_type), dtype)
+    # PyTorch's constant, so that clipped gradients equal those of one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for here in gradients.values():
         for gradient in here:
@@ -65,6 +70,7 @@ def _combine_norms(gradients: dict[_Spread, list[torch.Tensor]], norm_type: floa
     """Return the norm of all elements; every rank has the same kinds of gradients, in the same order."""
     device = state.joined.device
     is_greatest = math.isinf(norm_type)
+    reduction = dist.ReduceOp.MAX if is_greatest else dist.ReduceOp.SUM
     total = torch.zeros((), device=device)
     for spread, here in gradients.items():
         norms = [
@@ -76,7 +82,7 @@ def _combine_norms(gradients: dict[_Spread, list[torch.Tensor]], norm_type: floa
         part = torch.stack(norms).max() if is_greatest else (torch.stack(norms) ** norm_type).sum()
         for group in spread:
             if group is not None:
-                dist.all_reduce(part, dist.ReduceOp.MAX if is_greatest else dist.ReduceOp.SUM, group)
+                dist.all_reduce(part, reduction, group)
         total = torch.maximum(total, part) if is_greatest else total + part
     return total if is_greatest else total ** (1.0 / norm_type)
 

@@ -136,8 +136,10 @@ def _bring_states(module: nn.Module, fill: Callable[[nn.Module], None] | None, r
     experts: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     for tensor in (*module.parameters(), *module.buffers()):
-        belongs_to = experts if tensor in of_experts else others
-        belongs_to.append(tensor.detach())
+        if tensor in of_experts:
+            experts.append(tensor.detach())
+        else:
+            others.append(tensor.detach())
     for kind, tensors in ((Group.RDP, others), (Group.EXPERT_RDP, experts)):
         members = ranks.members(kind)
         if len(members) > 1 and tensors:
@@ -175,13 +177,15 @@ def _count_shards(unit: FullyShardedDataParallel) -> int:
 
 
 def _keep_gradients(unit: nn.Module, _: Any) -> None:
-    """Let a pass add to gradients that passes in ``no_sync`` have computed, of parameters whose gradient a script dropped before.
+    """Let a pass add to gradients that passes in ``no_sync`` have computed, for parameters without a gradient before.
 
-    FSDP marks those as parameters without a gradient, and takes the mark back at passes that average alone. While others of the
-    unit have one, such as zeros, it would drop what the passes before this one have computed.
+    If a script drops a parameter's gradient, FSDP marks the parameter, and removes the mark only in passes that average. If other
+    parameters of the unit have a gradient, such as zeros, FSDP would drop the gradients of the passes in between.
     """
     marks, parameters = lacking_gradients(unit)
-    for place, parameter in enumerate(parameters if any(marks) else ()):
+    if not any(marks):
+        return
+    for place, parameter in enumerate(parameters):
         marks[place] = marks[place] and parameter.grad is None
 
 

@@ -1,4 +1,4 @@
-"""Which parameters of transformed models are parts of larger ones, and of which."""
+"""The parameters of transformed models that are parts of larger ones, and their places in these."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def find_slices(model: nn.Module) -> dict[nn.Parameter, TensorSlice]:
             continue
         for name, where in module.tensor_slices.items():
             parameter = module._parameters.get(name)
-            is_whole = where.shape == where.local_shape
-            if parameter is not None and not is_whole:
+            if parameter is None:
+                continue
+            if where.shape != where.local_shape:
                 found[parameter] = where
     return found
 

@@ -119,7 +119,8 @@ def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
     """Give the other ranks of a group its first one's weights, before all of them split the model."""
     source = ranks.members(kind)[0]
     has_late_weights = any(parameter.is_meta for parameter in model.parameters())
-    if has_late_weights and ranks.rank != source:
+    is_source = ranks.rank == source
+    if has_late_weights and not is_source:
         _allocate_late_weights(model)
     tensors = [*model.parameters(), *model.buffers()]
     broadcast_tensors([each.detach() for each in tensors], source, ranks.process_group(kind), ranks.collectives)

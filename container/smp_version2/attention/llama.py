@@ -73,7 +73,10 @@ class LlamaFlashAttention(LlamaAttention):
             past_key_values=cache,
             **more,
         )
-        return (result, None) if is_newer else (result, None, cache if use_cache else None)
+        if is_newer:
+            return result, None
+        returned_cache = cache if use_cache else None
+        return result, None, returned_cache
 
     def _embed(self, hidden_states: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
         if not self._rotary:

@@ -131,6 +131,7 @@ class SavesOfCopies(StoreExchange):
                 problem = str(error)
                 raise
             finally:
+                # The others wait for this word whether the save has worked or not, also after Ctrl-C.
                 for rank in others:
                     self._put(f"{title}/{rank}", [problem, digest])
             return

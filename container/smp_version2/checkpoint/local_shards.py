@@ -60,8 +60,9 @@ class LocalShard:
 def _find_sharding_group(model: nn.Module) -> Any:
     """Return the group over which FSDP, or ``fully_shard``, shards a model; None if every rank has it whole."""
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        is_sharded = unit.sharding_strategy is not ShardingStrategy.NO_SHARD
-        if is_sharded and unit.process_group is not None:
+        if unit.sharding_strategy is ShardingStrategy.NO_SHARD:
+            continue
+        if unit.process_group is not None:
             return unit.process_group
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):

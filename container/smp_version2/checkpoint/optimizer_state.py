@@ -69,7 +69,9 @@ def _make_target(key: str, path: tuple[Any, ...], metadata: Metadata, model_stat
     saved: Any = metadata.state_dict_metadata[key]
     if not hasattr(saved, "size"):
         return None  # no tensor: the value is replaced
-    parameter = model_state_dict.get(path[_NAME]) if len(path) > _NAME else None
+    parameter = None
+    if len(path) > _NAME:
+        parameter = model_state_dict.get(path[_NAME])
     if isinstance(parameter, torch.Tensor) and parameter.size() == saved.size:
         return torch.zeros_like(parameter, dtype=saved.properties.dtype)
     return torch.zeros(saved.size, dtype=saved.properties.dtype)

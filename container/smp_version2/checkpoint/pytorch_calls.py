@@ -63,8 +63,10 @@ def _take_global_rank(original: Callable[..., Any]) -> Any:
         __tracebackhide__ = True  # reports name the caller
         given = signature.bind(*args, **kwargs).arguments
         group, rank = given.get("process_group"), given.get("coordinator_rank", 0)
-        if group is not None and rank >= dist.get_world_size(group) and rank in (ranks := list_ranks(group)):
-            given["coordinator_rank"] = ranks.index(rank)
+        if group is not None and rank >= dist.get_world_size(group):
+            ranks = list_ranks(group)
+            if rank in ranks:
+                given["coordinator_rank"] = ranks.index(rank)
         return original(**given)
 
     return call

@@ -26,6 +26,7 @@ _READ_SIZE = 8 * 2**20
 #: Tries of a request that may succeed later, and the longest pause after the first one, in seconds.
 _TRIES = 3
 _PAUSE = 0.5
+#: HTTP statuses of answers that a later try may not get: errors of the server, from this one on, and too many requests.
 _SERVER_ERROR = 500
 _TOO_MANY = 429
 
@@ -56,7 +57,8 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(response, dict):  # botocore's ClientError
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         return status >= _SERVER_ERROR or status == _TOO_MANY
-    return "Connection" in type(error).__name__ and type(error).__module__.startswith("botocore")
+    kind = type(error)
+    return "Connection" in kind.__name__ and kind.__module__.startswith("botocore")
 
 
 class S3FileSystem(FileSystemBase):

@@ -156,8 +156,8 @@ def _check(state_dict: Mapping[str, Any], metadata: Metadata, check_keys_matched
     """Raise an error for a checkpoint that does not fit, before anything is loaded."""
     values = _flatten(state_dict)
     wanted, found = set(values), set(metadata.state_dict_metadata)
-    shards = {shard for key in wanted if (shard := LocalShard.of_key(key)) is not None}
-    saved = {shard for key in found if (shard := LocalShard.of_key(key)) is not None}
+    shards = set(filter(None, map(LocalShard.of_key, wanted)))
+    saved = set(filter(None, map(LocalShard.of_key, found)))
     # Values that are no tensors are the same in every part.
     has_tensors = any(isinstance(value, torch.Tensor) for value in values.values())
     if shards != saved and (shards or has_tensors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,7 +69,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
     """
     if optimizer.state:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     # Only an update makes state. With gradients and rates of 0 it changes no parameter.

@@ -52,8 +52,9 @@ class MoEConfig:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < float("inf"):
                 raise _wrong(name, value, "a number of 0 or more, such as 0.001")
-        if not is_integer(self.random_seed) or self.random_seed < 0:
-            raise _wrong("random_seed", self.random_seed, "a whole number of 0 or more, such as 12345")
+        seed = self.random_seed
+        if not is_integer(seed) or seed < 0:
+            raise _wrong("random_seed", seed, "a whole number of 0 or more, such as 12345")
         if self.moe_load_balancing not in BALANCINGS:
             near = suggest(str(self.moe_load_balancing), BALANCINGS)
             raise _wrong("moe_load_balancing", self.moe_load_balancing, f"one of {', '.join(BALANCINGS)}{near}")

@@ -105,6 +105,7 @@ class MixtureTrial:
         """
         found = _first(_run(self.at_work(mixture), self.tokens))
         wanted = _first(self.result)
+        # If all results are 0, this avoids 0 / 0, which no tolerance would admit.
         apart = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
         if not apart <= _TOLERANCES.get(wanted.dtype, _ROUGH):
             raise SMPUserError(
