@@ -248,12 +248,12 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
 
     def _ships(self) -> bool:
         """Return whether the runtime travels with the code of the next job."""
-        libraries = strategies.is_model_parallel, strategies.is_data_parallel
-        if not self._ship_runtime or not any(turned_on(self.distribution) for turned_on in libraries):
+        has_library = strategies.is_model_parallel(self.distribution) or strategies.is_data_parallel(self.distribution)
+        if not self._ship_runtime or not has_library:
             return False
         session = self.sagemaker_session
-        mounted = session.local_mode and (session.config or {}).get("local", {}).get("local_code")
-        return not mounted
+        is_mounted = session.local_mode and (session.config or {}).get("local", {}).get("local_code")
+        return not is_mounted
 
     def _has_runtime(self, source_dir: Any) -> bool:
         """Return whether the code is in S3 already, with the runtime beside it."""

@@ -207,9 +207,10 @@ class PlanningMixin:
         """Return an attribute of the instance group that trains, in a heterogeneous cluster."""
         chosen = self.distribution.get("instance_groups") or []
         for group in self.instance_groups or ():
-            if group.instance_group_name in chosen:
-                value = getattr(group, name)
-                return None if is_variable(value) else value
+            if group.instance_group_name not in chosen:
+                continue
+            value = getattr(group, name)
+            return None if is_variable(value) else value
         return None
 
     def _cluster(self) -> tuple[str, int]:

@@ -181,7 +181,8 @@ class InStockImage(_SDK):
         if self.image_uri or chosen is None:
             return self._image_uri_of_sdk(region)
         # A script may have set another version since.
-        if chosen.image.by_name or self.framework_version != chosen.framework_version:
+        has_changed = self.framework_version != chosen.framework_version
+        if chosen.image.by_name or has_changed:
             return self._image_uri_of_sdk(region)
         where = region or self.sagemaker_session.boto_region_name
         return chosen.address(where, self._get_instance_type())

@@ -167,11 +167,9 @@ class ProcessTrainer:
     def _request(self, read: Distribution | None, where: JobLocation, channels: list[Any]) -> dict[str, Any]:
         """Return the request of ``CreateTrainingJob``."""
         trainer = self._trainer
-        own = (
-            translation.hyperparameters(read.settings, trainer.environment, read.later)
-            if read is not None
-            else {"sagemaker_instance_type": where.instance_type}
-        )
+        own: dict[str, Any] = {"sagemaker_instance_type": where.instance_type}
+        if read is not None:
+            own = translation.hyperparameters(read.settings, trainer.environment, read.later)
         own["sagemaker_program"] = trainer.source_code.entry_script
         sent = {name: safe_serialize(value) for name, value in (trainer.hyperparameters or {}).items()}
         sent |= {name: json.dumps(value) for name, value in own.items()}
