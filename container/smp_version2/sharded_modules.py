@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.torch_private import lacking_gradients
+from smp_runtime.tensors.torch_private import free_gathered_parameters, is_outermost, lacking_gradients
 from smp_version2 import whole_state
 from smp_version2.checkpoint.local_shards import accept_joined
 from smp_version2.moe import shards
@@ -38,7 +38,7 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
     ends = [
         _install_wrapper(parameters, ranks),
         _install_mesh(parameters, ranks),
-        _install_fresh_casts(),
+        _install_fresh_weights(),
         whole_state.install(ranks.device),
     ]
 
@@ -83,6 +83,8 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
         accept_joined(self)
         if self.sharding_strategy is ShardingStrategy.NO_SHARD:
             self.register_forward_pre_hook(_keep_gradients)
+        else:
+            self.register_forward_hook(_free_gathered_unit)
         if is_around:
             shards.wrap(self, experts, given, groups_of_experts, FullyShardedDataParallel)
         elif experts:
@@ -189,6 +191,27 @@ def _keep_gradients(unit: nn.Module, _: Any) -> None:
         marks[place] = marks[place] and parameter.grad is None
 
 
+def _free_gathered_unit(unit: nn.Module, *_: Any) -> None:
+    """Free the gathered weights of a unit after a forward pass that no backward pass follows.
+
+    FSDP keeps those of the outermost unit and of ``SHARD_GRAD_OP`` for the backward pass. The next forward pass would compute with
+    them, whatever a script has written into its parameters meanwhile, as by ``optimizer.step`` or an average of weights.
+    """
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        free_gathered_parameters(unit)
+
+
+def _free_gathered_model(module: nn.Module, *_: Any) -> None:
+    """Free the gathered weights of all units of ``fully_shard`` after the model's forward pass, as :func:`_free_gathered_unit`.
+
+    Modules that are one unit may be called one after the other, so the outermost one frees them.
+    """
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_outermost(module):
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
 def _is_hybrid(strategy: ShardingStrategy | None) -> bool:
     """Return whether a strategy has a group that shards and a group that replicates; one such has a private name."""
     return strategy is not None and "HYBRID" in strategy.name
@@ -210,8 +233,8 @@ def _install_mesh(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], 
     return end
 
 
-def _install_fresh_casts() -> Callable[[], None]:
-    """Let units of ``fully_shard`` cast their weights in each call of the model; return the function that ends it.
+def _install_fresh_weights() -> Callable[[], None]:
+    """Let each call of a model use the present weights of its ``fully_shard`` units; return the function that ends it.
 
     ``autocast`` keeps a weight's copy in half precision until its context ends. A second call of the model inside would use the
     copy of the first one, and autograd runs backward of older operations last: the gradient would arrive when the unit has averaged
@@ -228,6 +251,7 @@ def _install_fresh_casts() -> Callable[[], None]:
         made = former(module, *args, **given)
         for each in module if isinstance(module, (list, tuple)) else [module]:
             each.register_forward_pre_hook(_drop_casts, prepend=True)
+            each.register_forward_hook(_free_gathered_model)
         return made
 
     cell.cell_contents = shard

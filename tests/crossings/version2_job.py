@@ -311,7 +311,9 @@ class Version2Job(Version2Events):
         if has_moments:
             self._prime()
         state, group = self._sharded_state(has_moments=has_moments), tsm.state.shard_process_group
-        load(state, checkpoint_id=self._part(step), process_group=group)
+        # What no step has used has no moments to be saved, and begins with those of a new optimizer.
+        all_used = self.case.net != "late_head"
+        load(state, checkpoint_id=self._part(step), process_group=group, check_keys_matched=all_used)
         self._load_sharded(state)
 
     def resume_async(self, step: int) -> None:

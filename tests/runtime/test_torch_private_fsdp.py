@@ -77,6 +77,34 @@ def _(request):
     assert door.lacking_gradients(nn.Linear(2, 2)) == ([], ())
 
 
+@of("free_gathered_parameters")
+def _(request):
+    from torch.distributed.fsdp import _runtime_utils as runtime
+    from torch.distributed.fsdp._flat_param import HandleTrainingState
+
+    assert list(inspect.signature(runtime._reshard).parameters) == ["state", "handle", "free_unsharded_flat_param"]
+    unit, calls = request.getfixturevalue("unit"), []
+    request.getfixturevalue("monkeypatch").setattr(runtime, "_reshard", lambda *args: calls.append(args))
+    unit._handle._training_state = HandleTrainingState.BACKWARD_PRE
+    door.free_gathered_parameters(unit)
+    unit._handle._training_state = HandleTrainingState.IDLE
+    door.free_gathered_parameters(unit)
+    assert calls == [(unit, unit._handle, True)]
+
+
+@of("is_outermost")
+def _(request):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    request.getfixturevalue("unit")  # its group
+    mesh = init_device_mesh("cpu", (1,))
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2)), mesh=mesh)
+    model(torch.ones(1, 2))
+    assert door.is_outermost(model)
+    assert not door.is_outermost(model[0])
+
+
 @of("keeps_parameters", "JOINED_PARAMETER")
 def _(request):
     from torch.distributed.fsdp import _state_dict_utils as names

@@ -194,6 +194,40 @@ def test_gradients_after_dropped_ones_accumulate_without_sync(ranks: Any, shards
     assert max(ranks(_drop_and_accumulate, 2, shards, init=False)) < 1e-6
 
 
+def _call_after_changes(units: str) -> list[float]:
+    """Return what a model gives whose weights a script sets to zero, and then to one, each time after a pass without gradients."""
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+    tsm.init({"hybrid_shard_degree": 2})
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(3)]
+    model: Any = torch.nn.Sequential(*layers)
+    if units == "fully_shard":
+        fully_shard(layers[0])
+        fully_shard(layers[1:2])
+        model = fully_shard(model)
+    else:
+        given: dict[str, Any] = {"sharding_strategy": ShardingStrategy[units], "use_orig_params": True}
+        model[0] = FullyShardedDataParallel(layers[0], **given)
+        model = FullyShardedDataParallel(model, **given)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for value in (0.0, 1.0):
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.fill_(value)
+        found.append(float(model(torch.ones(1, 4)).detach()[0, 0]))
+        model(torch.ones(1, 4)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("units", ["FULL_SHARD", "SHARD_GRAD_OP", "fully_shard"])
+def test_what_a_script_writes_after_an_evaluation_counts_in_the_next_pass(ranks: Any, units: str) -> None:
+    for found in ranks(_call_after_changes, 2, units, init=False):
+        assert found == [0.0, 64.0]
+
+
 def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
     import torch.sagemaker as tsm
 

@@ -41,6 +41,8 @@ from smp_runtime.tensors.torch_private.dispatch import schema_of as schema_of
 from smp_runtime.tensors.torch_private.dispatch import stay_in as stay_in
 from smp_runtime.tensors.torch_private.dispatch import without_modes as without_modes
 from smp_runtime.tensors.torch_private.fsdp import JOINED_PARAMETER as JOINED_PARAMETER
+from smp_runtime.tensors.torch_private.fsdp import free_gathered_parameters as free_gathered_parameters
+from smp_runtime.tensors.torch_private.fsdp import is_outermost as is_outermost
 from smp_runtime.tensors.torch_private.fsdp import keeps_parameters as keeps_parameters
 from smp_runtime.tensors.torch_private.fsdp import lacking_gradients as lacking_gradients
 from smp_runtime.tensors.torch_private.fsdp import name_without_wrappers as name_without_wrappers

@@ -1,5 +1,7 @@
 """What PyTorch's FSDP, and its wrappers of modules, keep private."""
 
+# ruff: noqa: SLF001 - this folder is the place for private names
+
 from __future__ import annotations
 
 import re
@@ -33,3 +35,19 @@ def lacking_gradients(unit: nn.Module) -> tuple[list[bool], Sequence[nn.Paramete
     """
     joined: Any = getattr(getattr(unit, "_handle", None), "flat_param", None)
     return getattr(joined, "_is_grad_none_mask", None) or [], getattr(joined, "_params", None) or ()
+
+
+def free_gathered_parameters(unit: nn.Module) -> None:
+    """Free the parameters that an idle unit of FSDP has gathered, and keep its shard; nothing in the middle of a backward pass."""
+    from torch.distributed.fsdp import _runtime_utils
+    from torch.distributed.fsdp._flat_param import HandleTrainingState
+
+    state: Any = unit
+    handle = state._handle
+    if handle is not None and handle._training_state == HandleTrainingState.IDLE:
+        _runtime_utils._reshard(state, handle, True)
+
+
+def is_outermost(module: Any) -> bool:
+    """Return whether no unit of ``fully_shard`` is around that of a module; known once the model was called."""
+    return bool(module._get_fsdp_state()._is_root)
