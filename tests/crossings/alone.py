@@ -113,13 +113,10 @@ class Alone(Training):
         for values in self._statistics.values():  # in new tensors: those of inference mode cannot be written
             values[:] = [value * factor if value.is_floating_point() else value for value in values]
 
-    def reshape(self, step: int) -> None:
-        """One process goes on; replicas have the running statistics of the first."""
-        self._statistics.clear()
-
     def resume_partial(self, step: int) -> None:
-        """The same, but a new job has no gradients, of zeros or others, by which what a step does not use would be updated."""
-        self.reshape(step)
-        self.model.zero_grad()
+        """One process goes on, without gradients; replicas have the running statistics of the first."""
+        self._statistics.clear()
+        for p in self.model.parameters():  # a script that begins again has none, not those that it has set to zero
+            p.grad = None
 
-    resume_full = resume_async = resume_memory = resume_partial
+    resume_full = resume_async = resume_memory = reshape = resume_partial

@@ -175,6 +175,9 @@ FIXED = {
         topology="s2", microbatches=2, clipping="largest", passes=2, optimizer="adam", step_program=True,
         events=(Event(1, "evaluate_within"), Event(3, "resume_memory", "pp2")),
     ),
+    "gradients that are set to zero do not outlive a change of degrees": Case(
+        topology="dp2", optimizer="adam", zeroes=True, net="late_head", events=(Event(3, "reshape", "s2"),)
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 

@@ -77,9 +77,8 @@ class AloneInVersion2(Version2Events, Alone):
             self.optimizer = self.make_optimizer()
 
     def resume_sharded(self, step: int) -> None:
-        """One process goes on; replicas have the running statistics of the first, and a new job has no gradients."""
-        self._statistics.clear()
-        self.model.zero_grad()
+        """See :class:`Alone`."""
+        self.resume_partial(step)
 
     resume_async = resume_local = resume_sharded
 
