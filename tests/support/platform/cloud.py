@@ -30,10 +30,9 @@ _numbers = itertools.count(1)
 
 
 def _remember() -> None:
-    """Let sessions share what botocore finds out anew for each: it is half of the time of an estimator's tests."""
-    botocore.session.create_loader = functools.cache(
-        botocore.session.create_loader
-    )  # descriptions of services, on file
+    """Let sessions share what the SDK and botocore find out anew for each: it is half of the time of an estimator's tests."""
+    load = botocore.session.create_loader
+    botocore.session.create_loader = functools.cache(load)  # descriptions of services, on file
     names: dict[str, str] = {}
     begin = EventAliaser.__init__
 
@@ -43,6 +42,16 @@ def _remember() -> None:
             self._alias_name_cache = names
 
     EventAliaser.__init__ = begin_with_names
+    # The SDK's schema of its configuration: whether that is a schema takes longer than whether a configuration follows it.
+    check = Draft202012Validator.check_schema
+    checked: dict[int, Any] = {}
+
+    def check_once(schema: Any, *given: Any, **named: Any) -> None:
+        if id(schema) not in checked:
+            check(schema, *given, **named)
+            checked[id(schema)] = schema  # kept, so that no other gets its number
+
+    Draft202012Validator.check_schema = staticmethod(check_once)
 
 
 _remember()
