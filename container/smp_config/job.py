@@ -357,12 +357,12 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, item['loc']))} is {show_value(item['input'])}: "
-            + str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
-            for item in error.errors()
-        )
-        raise ConfigError(f"distribution {path}: {problems}", code="SMP103") from None
+        problems = []
+        for item in error.errors():
+            name = ".".join(map(str, item["loc"]))
+            why = str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
+            problems.append(f"{name} is {show_value(item['input'])}: {why}")
+        raise ConfigError(f"distribution {path}: {'; '.join(problems)}", code="SMP103") from None
 
 
 def decoded_hyperparameter(value: Any) -> Any:

@@ -153,14 +153,10 @@ class BufferSizes:
         ranks = hosts * ranks_per_host
         piece = -(-input_bytes // (_MOST_PIECES * _PIECE_GRAIN)) * _PIECE_GRAIN
         sort = max(-(-piece * ranks // _DOCUMENTED_RANKS_PER_NODE), piece * (hosts + ranks_per_host))
-        small = [
-            (f"{variable}={size}", f"{variable}={_multiple_at_least(needed)}")
-            for variable, size, needed in (
-                (SCRATCH_VARIABLE, self.scratch, piece),
-                (SORT_VARIABLE, self.sort, sort),
-            )
-            if size < needed
-        ]
+        small = []
+        for variable, size, needed in ((SCRATCH_VARIABLE, self.scratch, piece), (SORT_VARIABLE, self.sort, sort)):
+            if size < needed:
+                small.append((f"{variable}={size}", f"{variable}={_multiple_at_least(needed)}"))
         return (
             f"the shard of {input_bytes} bytes would take more than {_MOST_PIECES} pieces with "
             f"{' and '.join(now for now, _ in small)} ({hosts} hosts with {ranks_per_host} of its ranks each); "

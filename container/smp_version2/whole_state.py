@@ -108,23 +108,30 @@ def register(unit: FullyShardedDataParallel) -> None:
 
 def _find_slices(unit: nn.Module) -> dict[str, TensorSlice]:
     """Return the places of the unit's split parameters by their names in it, without those of nested units."""
-    experts = set(find_experts(unit))
-    nested = {
-        id(inside)
-        for child in unit.modules()
-        if (child is not unit and isinstance(child, FullyShardedDataParallel))
-        # Shared experts get their unit when the outermost one has been made.
-        or (child in experts and child is not getattr(unit, "module", None))
-        for inside in child.modules()
-    }
+    nested = _modules_of_nested_units(unit)
     split = find_slices(unit)
-    return {
-        name_without_wrappers(f"{path}.{name}"): split[parameter]
-        for path, module in unit.named_modules()
-        if id(module) not in nested
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter in split
-    }
+    found = {}
+    for path, module in unit.named_modules():
+        if id(module) in nested:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in split:
+                found[name_without_wrappers(f"{path}.{name}")] = split[parameter]
+    return found
+
+
+def _modules_of_nested_units(unit: nn.Module) -> set[int]:
+    """Return the modules inside of nested units, by ``id``."""
+    experts = set(find_experts(unit))
+    wrapped = getattr(unit, "module", None)
+    nested: set[int] = set()
+    for child in unit.modules():
+        is_unit = child is not unit and isinstance(child, FullyShardedDataParallel)
+        # Shared experts get their unit only when the outermost one has been made.
+        will_be_unit = child in experts and child is not wrapped
+        if is_unit or will_be_unit:
+            nested.update(map(id, child.modules()))
+    return nested
 
 
 def _put_whole(

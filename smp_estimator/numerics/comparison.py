@@ -267,25 +267,24 @@ class _Judge:
     def _equal_batches(self, at: tuple[int, int]) -> Iterator[Compared]:
         for run in self._runs:
             owners = run.equal_batches()
-            if owners:
-                keys = {
-                    total.key
-                    for totals in run.moments.values()
-                    for total in totals.values()
-                    if total.key.phase == INPUT
-                }
-                of_owners = {head.rank for head in run.heads}
-                totals_there = run.moments.get(at, {}).values()
-                pieces = next((total.pieces for total in totals_there if total.key in keys), {})
-                ranks = sorted(
-                    {rank for piece, part in pieces.items() if piece.owner in owners for rank in part.ranks}
-                    or of_owners
-                )
-                text = (
-                    f"in {run.name} the replicas {list(owners)} have read the same batch in every step, so that they train as one: "
-                    f"{run.sampler_advice}"
-                )
-                yield Compared(*at, min(keys), 1.0, 0.0, math.nan, tuple(ranks), (), text)
+            if not owners:
+                continue
+            keys: set[TensorKey] = set()
+            for totals in run.moments.values():
+                keys.update(total.key for total in totals.values() if total.key.phase == INPUT)
+            totals_there = run.moments.get(at, {}).values()
+            pieces = next((total.pieces for total in totals_there if total.key in keys), {})
+            ranks: set[int] = set()
+            for piece, part in pieces.items():
+                if piece.owner in owners:
+                    ranks.update(part.ranks)
+            if not ranks:
+                ranks = {head.rank for head in run.heads}
+            text = (
+                f"in {run.name} the replicas {list(owners)} have read the same batch in every step, so that they train as one: "
+                f"{run.sampler_advice}"
+            )
+            yield Compared(*at, min(keys), 1.0, 0.0, math.nan, tuple(sorted(ranks)), (), text)
 
     def _of_other_size(self, at: tuple[int, int], key: TensorKey, a: Total, b: Total) -> Compared:
         what = "numbers of the batch" if key.phase == INPUT else "elements"
@@ -415,13 +414,15 @@ def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
     """Return how far different biases move the sum over a module's output: each row by the same amount."""
     ours, theirs = totals
     rows = result.elements // max(result.columns, 1)
-    found = [
-        estimate_distance(a.projections, theirs[key].projections)
-        for key, a in ours.items()
-        if key.phase == WEIGHT and key in theirs and a.elements == a.columns == result.columns
-        if key.name.rpartition(".")[0] == result.key.name
-    ]
-    return rows * sum(found)
+    moved = 0.0
+    for key, a in ours.items():
+        if key.phase != WEIGHT or key not in theirs:
+            continue
+        is_of_module = key.name.rpartition(".")[0] == result.key.name
+        is_vector = a.elements == a.columns == result.columns
+        if is_of_module and is_vector:
+            moved += estimate_distance(a.projections, theirs[key].projections)
+    return rows * moved
 
 
 def _has_no_batch(a: Total, b: Total) -> bool:

@@ -29,16 +29,16 @@ def links_of(found: Rehearsed) -> list[LinkTraffic]:
     traffic = []
     for kind in found.rehearsal.kinds:
         last, source = kind.steps - 1, f"stage {kind.stage}"
-        traffic += [
-            LinkTraffic(source, f"stage {link.stage}", link.tensor_bytes, link.messages, "messages", link.same_host)
-            for link in kind.links
-            if link.step == last
-        ]
-        traffic += [
-            LinkTraffic(source, one.group, one.sent_bytes, one.calls, f"{one.kind} in {one.phase}", one.hosts == 1)
-            for one in kind.collectives
-            if one.step == last
-        ]
+        for link in kind.links:
+            if link.step == last:
+                target = f"stage {link.stage}"
+                traffic.append(
+                    LinkTraffic(source, target, link.tensor_bytes, link.messages, "messages", link.same_host)
+                )
+        for one in kind.collectives:
+            if one.step == last:
+                what = f"{one.kind} in {one.phase}"
+                traffic.append(LinkTraffic(source, one.group, one.sent_bytes, one.calls, what, one.hosts == 1))
     return traffic
 
 

@@ -146,11 +146,11 @@ def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """Return the verdict if a rank waits elsewhere and has not begun its group's collective, else None."""
     for members, number in _open_collectives(positions):
-        behind = [
-            rank
-            for rank in members
-            if rank in positions and _count(positions[rank].where, members) < number and positions[rank].seconds
-        ]
+        behind = []
+        for rank in members:
+            position = positions.get(rank)
+            if position is not None and position.seconds and _count(position.where, members) < number:
+                behind.append(rank)
         waiting = [p for p in positions.values() if p.wait and (p.wait.whom, p.wait.number) == (members, number)]
         if behind and waiting:
             # It may have made another call than the rank that waits for it, or than the ranks that it waits for itself.

@@ -358,18 +358,16 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 
     So all ranks continue in the same state.
     """
-    parameters = [
-        (tensor, tensor.data)
-        for parameter in module.parameters()
-        for tensor in (parameter, parameter.grad)
-        if tensor is not None
-    ]
-    buffers = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    parameters: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for parameter in module.parameters():
+        parameters.append((parameter, parameter.data))
+        if parameter.grad is not None:
+            parameters.append((parameter.grad, parameter.grad.data))
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                buffers.append((owner, name, buffer))
     try:
         module.to(device)
         yield

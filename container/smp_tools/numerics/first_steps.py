@@ -135,13 +135,12 @@ class FirstSteps:
             for microbatch, flag in losses
         ]
         if not self._ranks.cfg.fp16:  # there overflows are expected, and the loss scale falls
-            gradients = [
-                (f"the gradient of {name}", numbers)
-                for name, gradient in reversed(
-                    gradients_of(self._session.models, optimizer)
-                )  # backward goes from the loss
-                if _has_range(numbers := as_real(gradient))
-            ]
+            gradients = []
+            # Backward goes from the loss: the last modules have their gradients first.
+            for name, gradient in reversed(gradients_of(self._session.models, optimizer)):
+                numbers = as_real(gradient)
+                if _has_range(numbers):
+                    gradients.append((f"the gradient of {name}", numbers))
             greatest = _greatest_magnitudes([gradient for _, gradient in gradients])
             named += [(name, value.isnan()) for (name, _), value in zip(gradients, greatest, strict=True)]
         bad = _true_ones(named)

@@ -306,11 +306,11 @@ class UpdateGuard:
         step, every = self._session.progress.step, self._guards.replicas
         if every is None or step % every:
             return
-        parts = [
-            (f"{holding.name}|{part_name(holding.region)}", bits_of(holding.tensor.detach()))
-            for model in self._models()
-            for holding in live_weights(model)
-        ]
+        parts = []
+        for model in self._models():
+            for holding in live_weights(model):
+                name = f"{holding.name}|{part_name(holding.region)}"
+                parts.append((name, bits_of(holding.tensor.detach())))
         values = torch.cat([bits for _, bits in parts]).tolist() if parts else []
         mine = {name: value for (name, _), value in zip(parts, values, strict=True)}
         control = self._session.ranks.control

@@ -288,11 +288,11 @@ class DistributedFileSystemReader(FileSystemReader):
             root = parent if FOLDER.fullmatch(name) else os.fspath(self.path)
         names = [os.path.basename(str(found).rstrip("/")) for found in self._list(root)]
         folders = sorted(found for found in names if FOLDER.fullmatch(found))
-        parts = [
-            self._read_part(self.fs.concat_path(root, found), found)
-            for found in folders
-            if self.fs.exists(self.fs.concat_path(self.fs.concat_path(root, found), METADATA))
-        ]
+        parts = []
+        for found in folders:
+            path = self.fs.concat_path(root, found)
+            if self.fs.exists(self.fs.concat_path(path, METADATA)):
+                parts.append(self._read_part(path, found))
         if not parts:
             return []
         self.path = self.fs.init_path(root)
@@ -396,8 +396,9 @@ def refuse_damaged_metadata(folder: Path) -> None:
     problems = []
     for file in find_full(folder, None)[0]:
         manifest = read_full_manifest(file)
-        if manifest is not None and METADATA in manifest.files:
-            problems.append(damaged_files(folder, manifest, [METADATA]))
+        if manifest is None or METADATA not in manifest.files:
+            continue
+        problems.append(damaged_files(folder, manifest, [METADATA]))
     # A save that is killed at its very end leaves the previous save's checksums behind too, so one set that fits is enough.
     if problems and all(problems):
         raise CheckpointError(f"{folder}: {problems[0][0]}: load another checkpoint")
