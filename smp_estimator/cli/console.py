@@ -15,9 +15,11 @@ def console() -> Console:
 
 def make_printable(text: str) -> str:
     """Escape, as Python does, characters that would move a terminal's cursor or cannot be written."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
-    )
+    made = []
+    for character in text:
+        is_harmless = character.isprintable() or character in "\n\t"
+        made.append(character if is_harmless else character.encode("unicode_escape").decode())
+    return "".join(made)
 
 
 def escape_text(text: str) -> str:

@@ -17,6 +17,7 @@ from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_version2.checkpoint.agreement import MissingKeysError, agree, describe_failures
 from smp_version2.checkpoint.filesystem import DistributedFileSystemReader
 from smp_version2.checkpoint.local_shards import LocalShard
+from smp_version2.checkpoint.state_dict_utils import read_stateful
 from smp_version2.eight_bits import state as eight_bit_state
 
 if TYPE_CHECKING:
@@ -179,12 +180,8 @@ def _describe(shards: set[LocalShard]) -> str:
 
 def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by their keys as PyTorch flattens them."""
-    plain = {
-        key: value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
-        for key, value in state_dict.items()
-    }
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-    planner.set_up_planner(plain, None, False)
+    planner.set_up_planner(read_stateful(state_dict), None, False)
     return dict(planner.state_dict)
 
 

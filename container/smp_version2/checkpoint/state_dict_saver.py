@@ -18,6 +18,7 @@ from smp_runtime.job import session
 from smp_version2.checkpoint.agreement import describe_failures, list_ranks, require_one_place, save_once
 from smp_version2.checkpoint.async_utils import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from smp_version2.checkpoint.filesystem import DistributedFileSystemWriter
+from smp_version2.checkpoint.state_dict_utils import read_stateful
 from smp_version2.eight_bits import state as eight_bit_state
 from smp_version2.state import state
 
@@ -64,7 +65,7 @@ def save(
     """
     _check(state_dict, process_group, coordinator_rank)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
-    values = _read_stateful(state_dict) | eight_bit_state.values_to_save()
+    values = read_stateful(state_dict) | eight_bit_state.values_to_save()
     alone = _save_once(values, writer, planner, process_group)
     if alone is not None:
         alone()
@@ -115,7 +116,7 @@ def async_save(  # noqa: PLR0913 - the documented signature
     queue.maybe_finalize_async_calls(blocking=True)
     writer = _choose_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     stager: Any = writer if hasattr(writer, "stage") else BlockingAsyncStager()
-    copied = stager.stage(_read_stateful(state_dict) | eight_bit_state.values_to_save())
+    copied = stager.stage(read_stateful(state_dict) | eight_bit_state.values_to_save())
     work = _save_once(copied, writer, planner, process_group)
     if work is None:
         work = functools.partial(_write, copied, writer, planner, queue.group_of(process_group))
@@ -155,14 +156,6 @@ def _choose_writer(
     if checkpoint_id:
         writer.reset(checkpoint_id)
     return writer
-
-
-def _read_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with the state dicts of objects that have one, as PyTorch does."""
-    return {
-        key: value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
-        for key, value in state_dict.items()
-    }
 
 
 def _save_once(

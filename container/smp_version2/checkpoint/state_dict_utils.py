@@ -1,4 +1,4 @@
-"""State dicts of this rank's own parts."""
+"""State dicts of this rank's own parts, of objects in a state, and of optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import enum
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ def sm_state_dict_type(model: nn.Module, state_dict_type: SMStateDictType) -> It
         for name in replaced:
             del vars(model)[name]
         vars(model).update(former)
+
+
+def read_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the state dicts of objects that have one, as PyTorch saves and loads it."""
+    made = {}
+    for key, value in state_dict.items():
+        is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        made[key] = value.state_dict() if is_stateful else value
+    return made
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
