@@ -161,6 +161,15 @@ def test_a_flipped_bit_is_found_in_every_region_of_every_file(run, tmp_path, mon
             assert found.exit_code == 1, (name, place)
             assert name in found.output, (name, place)
             _refused(run, tmp_path, tag, None)
+            if place == 0.6:  # convert reads the weights alone
+                out = [
+                    "--to",
+                    "safetensors",
+                    str(tmp_path / tag),
+                    str(tmp_path.parent / f"{tmp_path.name}-{name}.safetensors"),
+                ]
+                done = CliRunner().invoke(main, ["checkpoint", "convert", *out])
+                assert (done.exit_code != 0) == (name in (tag, f"checksums_{tag}.json")), (name, done.output)
             (tmp_path / name).write_bytes(own)
     run.resume(str(tmp_path), tag, partial=False)
     (tmp_path / f"user_content_{tag}").unlink()  # it may be left out

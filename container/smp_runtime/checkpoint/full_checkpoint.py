@@ -51,9 +51,8 @@ from smp_runtime.checkpoint.full.full_loading import (
 )
 from smp_runtime.checkpoint.full.full_manifest import (
     FullManifest,
-    damaged_files,
     manifest_name,
-    read_full_manifest,
+    refuse_damaged,
 )
 from smp_runtime.checkpoint.full.named_optimizer import NamedState, fit_state, with_names
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
@@ -283,37 +282,8 @@ def _open(
     refuse_other_saves(ids)
     save = next((found for found in ids.values() if found), None)
     if session.ranks.local_rank == 0:  # once on every host
-        _refuse_damaged(file, save, reads_optimizer=optimizer is not None)
+        refuse_damaged(file, save, {CONFIG} if optimizer is not None else {CONFIG, optimizer_file.name})
     return _Opened(plan, content, optimizer_state, save, positions)
-
-
-def _refuse_damaged(file: Path, save: str | None, *, reads_optimizer: bool) -> None:
-    """Compare the checksums of the files that will be read, if their save has left any.
-
-    Args:
-        save: the id of the save that the files have; None for files from elsewhere.
-
-    Raises:
-        CheckpointError: a file is not as it was saved.
-    """
-    manifest = read_full_manifest(file)
-    if manifest is None:
-        return
-    if save not in (None, manifest.save):  # an older release has replaced the files
-        logger.warning("%s is of another save than %s; its files are not compared", manifest_name(file.name), file.name)
-        return
-    skipped = {CONFIG} if reads_optimizer else {CONFIG, f"{file.name}{OPTIMIZER}"}
-    names = [name for name in manifest.files if name not in skipped]
-    problems = damaged_files(file.parent, manifest, names, may_lack=True)
-    if problems:
-        raise CheckpointError(
-            f"{file.parent}: {'; '.join(problems)}: use another checkpoint; if you have put another file there yourself, remove "
-            f"{manifest_name(file.name)} to load it"
-        )
-    if any(not manifest.files[name].can_be_compared for name in names):
-        logger.warning(
-            "the checksums of %s are XXH3-128, and xxhash is not installed here: only lengths were compared", file
-        )
 
 
 def _identities(file: Path) -> dict[str, tuple[int, ...]]:

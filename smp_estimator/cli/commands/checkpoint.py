@@ -407,8 +407,8 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
         )
     if not below:
         raise ConfigError(
-            f"PATH is {path}, and neither it nor a folder below has a partial checkpoint (a folder TAG{PARTIAL}): give the "
-            "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri",
+            f"PATH is {path}, and neither it nor a folder below has a partial checkpoint (a folder TAG{PARTIAL}), or a full one "
+            "with checksums: give the path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri",
             code="SMP402",
         )
     return below[0], checkpoints_in(below[0])

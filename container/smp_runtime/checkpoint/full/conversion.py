@@ -23,12 +23,15 @@ from smp_runtime.checkpoint.files.name_translation import (
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.transformers_format import (
     CONFIG,
+    INDEX,
     LARGEST_FILE,
     SAFETENSORS,
     read_weights,
+    save_ids,
     weights_of,
     write_transformers,
 )
+from smp_runtime.checkpoint.full.full_manifest import refuse_damaged
 from smp_runtime.checkpoint.full_transaction import finish_at
 from smp_runtime.errors import SMPUserError
 
@@ -65,6 +68,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     finish_at(path)
     if not path.exists():
         return None
+    _refuse_damaged(path)
     state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}
     names = names_of_each(state)
     folder = path if path.is_dir() else path.parent
@@ -78,6 +82,16 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
         found,
         [family] if family and are_distributed else [],
     )
+
+
+def _refuse_damaged(path: Path) -> None:
+    """Compare the files of weights in a full checkpoint, or in each of a folder, with the checksums that their save has left."""
+    found = weights_of(path)
+    if found is None:
+        return
+    save = next((each for each in save_ids(found).values() if each), None)
+    file = found.with_name(found.name.removesuffix(INDEX))  # as it was saved
+    refuse_damaged(file, save, {CONFIG, f"{file.name}_optimizer", f"user_content_{file.name}"})
 
 
 def _is_of_another_kind(folder: Path) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from smp_runtime.checkpoint.files.opened_files import is_plain_name, open_regula
 from smp_runtime.checkpoint.files.records import DIGEST, FileRecord, check_text, digest_of
 from smp_runtime.checkpoint.full_transaction import finish_at
 from smp_runtime.errors import CheckpointError
+
+logger = logging.getLogger("smp")
 
 #: Version of the layout; a reader refuses a newer one.
 FORMAT = 1
@@ -106,6 +109,36 @@ def read_full_manifest(file: Path) -> FullManifest | None:
             f"{path} cannot be read: {error}; it is damaged or of another version: use another checkpoint, or remove it to load "
             "the files without comparing their checksums"
         ) from None
+
+
+def refuse_damaged(file: Path, save: str | None, skipped: Container[str]) -> None:
+    """Compare the checksums of the files that will be read, if their save has left any.
+
+    Args:
+        file: of the weights, by the name that it was saved as.
+        save: the id of the save that the files have; None for files from elsewhere.
+        skipped: names of files that will not be read.
+
+    Raises:
+        CheckpointError: a file is not as it was saved.
+    """
+    manifest = read_full_manifest(file)
+    if manifest is None:
+        return
+    if save not in (None, manifest.save):  # an older release has replaced the files
+        logger.warning("%s is of another save than %s; its files are not compared", manifest_name(file.name), file.name)
+        return
+    names = [name for name in manifest.files if name not in skipped]
+    problems = damaged_files(file.parent, manifest, names, may_lack=True)
+    if problems:
+        raise CheckpointError(
+            f"{file.parent}: {'; '.join(problems)}: use another checkpoint; if you have put another file there yourself, remove "
+            f"{manifest_name(file.name)} to load it: then no file of this checkpoint is compared any more"
+        )
+    if any(not manifest.files[name].can_be_compared for name in names):
+        logger.warning(
+            "the checksums of %s are XXH3-128, and xxhash is not installed here: only lengths were compared", file
+        )
 
 
 def find_full(path: Path, tag: str | None) -> tuple[list[Path], bool]:
