@@ -18,7 +18,7 @@ from smp_runtime.job import session
 
 #: Forks jobs of one or two ranks that save without end, and kills them; prints what each had saved for certain.
 _KILLER = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys, time, traceback
 from datetime import timedelta
 os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE="True")
 import torch
@@ -62,13 +62,17 @@ for case, seed in enumerate(seeds, 1):
                 os.dup2(null, 1)
                 os.dup2(os.open(f"{root}/{seed}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 job(rank, world, case, f"{root}/{seed}", in_background, tags, writing)
+            except BaseException:
+                traceback.print_exc()  # nobody else does: the process ends here
             finally:
                 os._exit(1)
         pids.append(pid)
     os.close(writing)
     said = os.read(reading, 100)
     if not said:
-        raise SystemExit(f"seed {seed} ended before its first save: " + open(f"{root}/{seed}.log").read())
+        # 9 is a kill that is not from here, such as for want of memory.
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        raise SystemExit(f"seed {seed}: ranks ended with {ends} before the first save: " + open(f"{root}/{seed}.log").read())
     time.sleep(chance.uniform(0.0, 0.1))
     chance.shuffle(pids)
     for pid in pids:
