@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -355,3 +356,24 @@ def test_without_boto3_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(PackageMissing, match="pip install boto3"):
         path_to_file_system("s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        functools.partial(torch.optim.Adam, lr=torch.tensor(0.1), weight_decay=0.1),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_state_for_loading_is_that_before_the_first_update(make: Any) -> None:
+    """What a checkpoint lacks begins with it: a decay must not be in the moments."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import init_optim_state
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([parameter])
+    settings = dict(optimizer.param_groups[0])
+    init_optim_state(optimizer)
+    assert optimizer.param_groups[0] == settings
+    assert parameter.tolist() == [1, 1, 1]
+    assert all(not value.any() for value in optimizer.state[parameter].values())

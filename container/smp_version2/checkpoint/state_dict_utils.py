@@ -80,23 +80,36 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
         return
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     gradients = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    # Only an update makes state. With gradients and rates of 0 it changes no parameter.
+    # Only an update makes state. With gradients, rates and decays of 0 it changes no parameter, and moments are 0.
     try:
         for parameter in parameters:
             is_skipped = skip_empty_param and not parameter.numel()
             has_gradient = parameter.requires_grad and not is_skipped
             parameter.grad = torch.zeros_like(parameter) if has_gradient else None
-        for group in optimizer.param_groups:
-            rate = group["lr"]
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step(closure=None)
+        with _without_effect(optimizer):
+            optimizer.step(closure=None)
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
     _reset_steps(optimizer)
+
+
+@contextlib.contextmanager
+def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Set rates and weight decays to 0. A decay that is added to gradients would become a moment."""
+    former = [
+        (group, name, group[name])
+        for group in optimizer.param_groups
+        for name in ("lr", "weight_decay")
+        if name in group
+    ]
+    try:
+        for group, name, value in former:
+            group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
+        yield
+    finally:
+        for group, name, value in former:
+            group[name] = value
 
 
 def _reset_steps(optimizer: torch.optim.Optimizer) -> None:
