@@ -154,6 +154,8 @@ _GENERATES_INSTEAD = (
     "fail",
 )
 STEPS = 5
+#: With step programs: the first steps of a job have none, and neither has a step or two after one of another course.
+STEPS_WITH_PROGRAM = 10
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,11 @@ class Case:
     def world(self) -> int:
         """Ranks of the job."""
         return TOPOLOGIES[self.topology][0]
+
+    @property
+    def steps(self) -> int:
+        """How many it trains."""
+        return STEPS_WITH_PROGRAM if self.step_program else STEPS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -416,7 +423,8 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
     topology, found = values["topology"], []
     world = TOPOLOGIES[topology][0]
     others = [name for name, (ranks, *_) in TOPOLOGIES.items() if ranks == world]
-    for step in sorted(chance.choices(range(STEPS), k=chance.choice((0, 1, 2, 3)))):
+    steps = STEPS_WITH_PROGRAM if values["step_program"] else STEPS
+    for step in sorted(chance.choices(range(steps), k=chance.choice((0, 1, 2, 3)))):
         kind = chance.choice((*EVENTS, *_SELDOM))
         if kind == "shorten_samples" and not NETS[values["net"]].varies:
             kind = "double_batch"

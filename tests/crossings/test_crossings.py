@@ -421,3 +421,27 @@ def test_shrinking_keeps_what_the_fault_needs() -> None:
     assert shrink(late, lambda other: other.splits and other.optimizer == "adam") == Version2Case(
         topology="tp2", optimizer="adam"
     )
+
+
+def _followed_steps(text: str, folder: str) -> int:
+    """Train a case; in how many steps this rank, as the root stage, has followed a step program to its end."""
+    from unittest import mock
+
+    from crossings.job import train_case
+
+    from smp_runtime.pipeline.program.root_program import RootProgram
+
+    followed, finish = [], RootProgram.finish
+
+    def counted(program: RootProgram) -> None:
+        followed.append(program.was_followed)
+        finish(program)
+
+    with mock.patch.object(RootProgram, "finish", counted):
+        train_case(text, folder)
+    return sum(followed)
+
+
+def test_a_case_with_step_programs_has_steps_that_follow_one(ranks, tmp_path):
+    case = Case(topology="pp2", microbatches=2, step_program=True)
+    assert max(ranks(_followed_steps, 2, case.to_json(), str(tmp_path), init=False)) >= 4

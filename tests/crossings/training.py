@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from crossings.case import BATCH, STEPS, Case, Event
+from crossings.case import BATCH, Case, Event
 from crossings.nets import LENGTH, Batch, document_positions
 from crossings.version2_nets import find_net
 from support.models.models import part
@@ -135,7 +135,7 @@ class Training:
 
     def run(self) -> Record:
         """All steps with their events."""
-        for step in range(STEPS):
+        for step in range(self.case.steps):
             self._begin_step()
             for event in self.case.events:
                 if event.step == step:
