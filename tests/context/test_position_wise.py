@@ -46,6 +46,13 @@ class ExpertsWithCapacity(TinyExperts):
         return super().keep(chosen)[: int(chosen.numel() * 0.4)]
 
 
+class ExpertsWithRoom(TinyExperts):
+    """A capacity that shows only if nearly all positions choose one expert."""
+
+    def keep(self, chosen: torch.Tensor) -> torch.Tensor:
+        return super().keep(chosen)[: int(chosen.numel() * 0.9)]
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
@@ -66,6 +73,20 @@ class ScaleByLargest(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient / ctx.largest
+
+
+class SpreadInBlocks(torch.autograd.Function):
+    """Move positions away from the mean of their block of four; those of no whole block, and equal ones, stay."""
+
+    @staticmethod
+    def forward(ctx, x):
+        count = x.shape[1] // 4 * 4
+        blocks = x[:, :count].unflatten(1, (-1, 4))
+        return torch.cat([(2 * blocks - blocks.mean(2, keepdim=True)).flatten(1, 2), x[:, count:]], 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 class Root(torch.autograd.Function):
@@ -128,6 +149,11 @@ class Projection(nn.Module):
         return AddLoss.apply(Project.apply(x, self.weight), self.weight.square().sum())
 
 
+def weights_swapped(_module, _given, weights):
+    """Change the results of a router, as a hook."""
+    return weights.flip(-1)
+
+
 class Observed(nn.Module):
     """A loss of all positions that experts leave behind: stored, noted, counted, or of what a hook has seen."""
 
@@ -144,6 +170,8 @@ class Observed(nn.Module):
                 self.balance = balance
             if self.way == "noted":
                 self.noted.append(balance)
+            if self.way == "numbered":
+                self.number += hidden.numel()
             if self.way == "counted":
                 self.count += weights.detach().sum((0, 1))
             return super().forward(hidden)
@@ -151,7 +179,7 @@ class Observed(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.inner = way, self.Experts()
-        self.inner.way, self.inner.noted = way, []
+        self.inner.way, self.inner.noted, self.inner.number = way, [], 0
         self.inner.register_buffer("count", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,8 +187,9 @@ class Observed(nn.Module):
             self.inner.eval()(x)
             self.inner.train()
         noted = self.inner.noted
-        hook = self.inner.router.register_forward_hook(lambda _, __, weights: noted.append(weights))
-        if self.way != "seen":
+        watch = weights_swapped if self.way == "changed" else lambda _, __, weights: noted.append(weights)
+        hook = self.inner.router.register_forward_hook(watch)
+        if self.way not in ("seen", "changed"):
             hook.remove()
         y = self.inner(x)
         hook.remove()
@@ -169,6 +198,8 @@ class Observed(nn.Module):
             "stored in training": lambda: self.inner.balance,
             "noted": lambda: noted[-1],
             "counted": lambda: self.inner.count,
+            "numbered": lambda: torch.tensor(float(self.inner.number)),
+            "changed": lambda: torch.ones(1),
             "seen": lambda: noted[-1].softmax(-1).mean(-2).square().sum(),
         }[self.way]()
         return y * found.sum() + len(noted)
@@ -220,11 +251,14 @@ CASES = {
     "recomputed without": (lambda: Recomputed(False), True),
     "experts": (TinyExperts, True),
     "experts with capacity": (ExpertsWithCapacity, False),
+    "experts with a capacity that few reach": (ExpertsWithRoom, False),
     "function": (lambda: OfFunction(Scale, 3.0), True),
     "experts that store a loss": (lambda: Observed("stored"), False),
     "experts that store a loss in training": (lambda: Observed("stored in training"), False),
     "experts that note a loss elsewhere": (lambda: Observed("noted"), False),
     "experts that count": (lambda: Observed("counted"), False),
+    "experts that keep a number": (lambda: Observed("numbered"), False),
+    "experts whose hooks change": (lambda: Observed("changed"), True),
     "experts whose hooks see positions": (lambda: Observed("seen"), True),
     "function of the largest": (lambda: OfFunction(ScaleByLargest), False),
     "function with limits in backward": (lambda: OfFunction(ChangeGradient, lambda g: g.clamp(-0.001, 0.001)), True),
@@ -236,7 +270,7 @@ CASES = {
 
 
 def test_too_few_positions_prove_nothing():
-    net = Net(OfFunction(ScaleByLargest)).double()
+    net = Net(OfFunction(SpreadInBlocks)).double()
     x = torch.randn(B, 6, D, dtype=torch.float64)
     expected = net(x).detach()
     for out in run_context(2, lambda group: whole_of(net(cut(x, group))).detach()):

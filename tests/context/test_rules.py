@@ -264,6 +264,8 @@ GATHERING = {
     "outer": lambda x, y, **_: x.sum(-1)[:, :, None] - y.sum(-1)[:, None],
     "choose by mask": lambda x, m, **_: x[m],
     "choose by numbers": lambda x, **_: x[torch.arange(B), torch.tensor([2, 5])],
+    "slices that do not follow": lambda x, **_: torch.cat([x[:, :3], x[:, 5:]], 1),
+    "sums at other positions": lambda x, y, n, **_: x.scatter_add(1, n[..., None].expand(B, T, D), y),
     "cat of positions": lambda x, y, **_: torch.cat([x, y], dim=1),
     "split positions": lambda x, **_: list(x.split(4, dim=1)),
     "chunked view": lambda x, **_: x.view(B, 1, T, D).reshape(B * D, T),
