@@ -230,7 +230,7 @@ def _draw_what_is_seldom(chance: random.Random, values: dict[str, Any], given: M
         ("strategy", is_wrapped and shard > 1 and values["strategy"] == "script", AXES["strategy"][2:]),
     ]
     for name, is_possible, choices in others:
-        if is_possible and name not in given and chance.random() < 0.7:
+        if is_possible and name not in given and chance.random() < (0.4 if name == "net" else 0.7):
             values[name] = chance.choice(choices)
 
 
