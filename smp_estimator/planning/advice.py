@@ -104,7 +104,16 @@ def _valid(forecast: Forecast, attempt: Callable[[Forecast], Iterator[_Candidate
 
 def _batch(forecast: Forecast) -> Iterator[_Candidate]:
     batch, microbatches = forecast.batches.batch, forecast.batches.microbatches
-    for smaller in range(batch - microbatches, 0, -microbatches):
+    # A larger batch never needs less, so the largest one that fits is between one that does and one that does not.
+    fitting, too_many = 0, batch // microbatches
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if forecast.changed(batch=middle * microbatches).verdict is Verdict.FITS:
+            fitting = middle
+        else:
+            too_many = middle
+    smaller = max(1, fitting) * microbatches
+    if smaller < batch:
         yield f"batch {smaller} instead of {batch}", {}, {"batch": smaller}
 
 

@@ -23,6 +23,22 @@ def neox(parameters: dict[str, Any] | None = None, count: int = 2, batch: int = 
     return plan("gpt-neox-20b", "ml.p4d.24xlarge", count, chosen, batch, activation_checkpointing=checkpointing, **more)
 
 
+def test_the_largest_batch_that_fits_is_proposed() -> None:
+    sharded = {**SHARDED, "sharded_data_parallel_degree": 16}
+
+    def proposed(batch: int) -> int:
+        changes = neox(sharded, batch=batch).changes
+        return next(change.plan.batches.batch for change in changes if str(change).startswith("batch "))
+
+    most = proposed(64)
+    assert neox(sharded, batch=most).verdict is Verdict.FITS
+    assert neox(sharded, batch=most + 1).verdict is not Verdict.FITS
+    # Not one after the other.
+    assert proposed(10**12) == most
+    many = neox({**sharded, "microbatches": 4}, batch=64).changes
+    assert next(change.plan.batches.batch for change in many if str(change).startswith("batch ")) % 4 == 0
+
+
 def test_verdicts_at_their_bounds() -> None:
     total = neox().total_bytes
     sizes = {total - 1: Verdict.DOES_NOT_FIT, total: Verdict.TIGHT, int(total / 0.851): Verdict.TIGHT}
