@@ -135,7 +135,7 @@ class Workload:
                     f"{name} is {value!r} ({type(value).__name__}); steps are counted from it: give a whole number of 1 or more",
                     code="SMP110",
                 )
-        if self.optimizer not in OPTIMIZER_BYTES:
+        if str(self.optimizer) not in OPTIMIZER_BYTES:
             raise ConfigError(
                 f"optimizer is {self.optimizer!r}; its state per parameter is unknown: use one of {', '.join(OPTIMIZER_BYTES)}",
                 code="SMP110",
@@ -305,6 +305,9 @@ def request_for(
         )
     refuse_neuron(str(instance_type))
     known = instance(instance_type)
+    _require_type("processes_per_host", processes_per_host, int, "a number of processes")
+    _require_type("gpu_memory_bytes", gpu_memory_bytes, int | float, "a number of bytes")
+    _require_type("environment", environment, Mapping, "names with their values")
     if processes_per_host is None:
         if known is None:
             raise ConfigError(
@@ -357,6 +360,13 @@ def request_for(
     )
 
 
+def _require_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} is {value!r:.80}, {kind_of(value)}; it is {expected}: give such, or leave it out", code="SMP110"
+        )
+
+
 def _rates_given(given: Any, known: Instance | None, parameters: ModelParallelParameters) -> KernelRates | None:
     """Return rates that were given as such, as a rate card, or as the file of one; None if none were."""
     if given is None or isinstance(given, KernelRates):
@@ -407,6 +417,7 @@ def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> No
 
 def shape_given(model: Any, sequence: int | None) -> ModelShape:
     """Return the shape of a model that is given in any form that ``plan()`` accepts."""
+    _require_type("sequence", sequence, int, "a whole number of tokens")
     if isinstance(model, int | float):
         return ModelShape.from_parameter_count(model, sequence=sequence or 2048)
     if isinstance(model, ModelShape):

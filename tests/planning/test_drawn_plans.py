@@ -110,6 +110,29 @@ def _problems(made: Plan, cluster: tuple[Any, ...], settings: dict[str, Any], sc
             yield f"{change} does not help"
 
 
+@pytest.mark.parametrize("value", ["4", "x", [], {}, 1.5, float("nan"), -1, 0], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch",
+        "sequence",
+        "accumulation",
+        "optimizer",
+        "processes_per_host",
+        "gpu_memory_bytes",
+        "environment",
+        "steps",
+    ],
+)
+def test_a_value_of_another_kind_is_refused_or_planned(name: str, value: Any) -> None:
+    try:
+        made = plan("gpt2", "ml.p4d.24xlarge", **{name: value})
+    except ConfigError as error:
+        assert str(value) in str(error)
+        return
+    assert str(made)
+
+
 @pytest.mark.parametrize("seed", range(examples(4, 40)))
 def test_drawn_plans_keep_their_order(seed: int) -> None:
     of = random.Random(seed)
