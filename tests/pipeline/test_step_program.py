@@ -62,11 +62,11 @@ def _switched(net: Net, way: str) -> Iterator[None]:
         middle.drop = nn.Tanh()
     if way == "changes a buffer":
         middle.factor.fill_(0.5)
-    net.check.way = net.way = way
+    net.between.way = net.way = way
     try:
         yield
     finally:
-        net.check.way = net.way = ""
+        net.between.way = net.way = ""
         net.train()
         if handle is not None:
             handle.remove()
@@ -154,8 +154,9 @@ def _staged_model() -> tuple[Net, Any, Any]:
 
     torch.manual_seed(0)
     net = Net().double()
-    for part, stage in ((net.enter, 0), (net.blocks, 0), (net.check, 0), (net.head, smp.pp_size() - 1)):
-        smp.set_partition(part, stage)
+    for part in (net.enter, net.blocks, net.check, net.between):
+        smp.set_partition(part, 0)
+    smp.set_partition(net.head, smp.pp_size() - 1)
     if smp.pp_size() > 2:
         smp.set_partition(net.blocks[1], 1)
         smp.set_partition(net.blocks[2], 2)

@@ -62,7 +62,7 @@ class Net(nn.Module):
         super().__init__()
         self.enter = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.check, self.head = Checked(), nn.Linear(WIDTH, 1)
+        self.check, self.between, self.head = Checked(), Checked(), nn.Linear(WIDTH, 1)
         self.way, self.calls = "", 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,8 @@ class Net(nn.Module):
         way, given = self.way, x
         if way == "its input requires a gradient":
             x = x.requires_grad_()
-        x = self.check(self.enter(x.double() if way == "another type" else x))
+        x = self.check(x)
+        x = self.between(self.enter(x.double() if way == "another type" else x))
         blocks = [self.blocks[number] for number in ((0, 2, 1) if way == "swaps two calls" else (0, 1, 2))]
         for number, block in enumerate(blocks):
             if way == "skips a call" and number == 1:
