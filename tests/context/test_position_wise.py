@@ -50,7 +50,7 @@ class ExpertsWithRoom(TinyExperts):
     """A capacity that shows only if nearly all positions choose one expert."""
 
     def keep(self, chosen: torch.Tensor) -> torch.Tensor:
-        return super().keep(chosen)[: int(chosen.numel() * 0.9)]
+        return super().keep(chosen)[: int(chosen.numel() * 0.9) + 1]
 
 
 class Scale(torch.autograd.Function):

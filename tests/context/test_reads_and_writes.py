@@ -158,6 +158,9 @@ READS = {
     "of a loss of converted scores": lambda h, w: torch.autograd.grad(
         F.cross_entropy((h @ w).to(h.dtype, copy=True).view(-1, D), torch.arange(B * T) % D), w, create_graph=True
     )[0].norm(),
+    "of what is gathered": lambda h, w: torch.autograd.grad(
+        (torch.roll(h, 1, 1) @ w).pow(3).sum(), h, create_graph=True
+    )[0].pow(2),
     "without ranks": lambda h, w: torch.autograd.grad(w.square().sum(), w, create_graph=True)[0].sum() + h.sum(),
 }
 
