@@ -152,7 +152,7 @@ class Training:
             for number in range(self.passes):
                 with self.accumulating(is_last=number == self.passes - 1):
                     whole.append(self.backward(part(batch, number, self.case.passes)))
-                # Behind the last one, parameters of fully_shard would stay gathered, without gradients, until the next backward pass.
+                # Behind the last pass, parameters of fully_shard would stay gathered, without gradients, until the next one.
                 if self.evaluates_within and number == 0 and self.passes > 1:
                     self.evaluate(step)
             self.record.losses.append(sum(whole) / len(whole))
