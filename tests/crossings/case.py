@@ -442,8 +442,6 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
-        if kind == "evaluate_within" and values["passes"] == 1:
-            kind = "swap_weights"
         moves = kind in MOVES
         is_unplaced = step == 0 or any(event.step == step and event.goes_to for event in found)
         if is_unplaced and (moves or kind == "swap_weights"):

@@ -152,8 +152,7 @@ class Training:
             for number in range(self.passes):
                 with self.accumulating(is_last=number == self.passes - 1):
                     whole.append(self.backward(part(batch, number, self.case.passes)))
-                # Behind the last pass, parameters of fully_shard would stay gathered, without gradients, until the next one.
-                if self.evaluates_within and number == 0 and self.passes > 1:
+                if self.evaluates_within and number == 0:
                     self.evaluate(step)
             self.record.losses.append(sum(whole) / len(whole))
             self.update()
@@ -332,7 +331,7 @@ class Training:
         self.is_resting = False
 
     def evaluate_within(self, step: int) -> None:
-        """The script evaluates behind the first pass of the next update, whose gradients wait for the others."""
+        """The script evaluates behind the first pass of the next update, whose gradients wait for other passes or the update."""
         self.evaluates_within = True
 
     def rest_block(self, step: int) -> None:

@@ -121,6 +121,7 @@ class Version2Case:
     microbatches: ClassVar[int] = 1
     hooked: ClassVar[bool] = False
     later_group: ClassVar[bool] = False
+    steps: ClassVar[int] = STEPS
     is_half: ClassVar[bool] = False
 
     @property
@@ -354,8 +355,6 @@ def _fit_event(event: Event, case: Version2Case) -> str:
         return "evaluate"  # a step that failed has changed them all the same
     if kind == "leave_pass_out" and case.passes == 1:
         return "scale_gradients"
-    if kind == "evaluate_within" and case.passes == 1:
-        return "lower_rate"
     if kind == "drop_gradients" and case.joined and case.units == "root":
         return "scale_gradients"
     if case.shards_by == "function" and kind == "summon_weights":
