@@ -124,17 +124,19 @@ class PositionWise:
         # What depends on all positions, as on the largest number, shows in one of two halves at the latest.
         parts = [torch.arange(0, count, 2), torch.arange(1, count, 2), torch.arange(1)]
         alone = [self._run_on(sample, some) for some in parts]
-        # Capacities show if all positions choose the same experts.
+        # Capacities show if all positions of all samples of the batch choose the same experts.
         size = min(_CROWD, first.sequence_layout.length)
-        crowd = self._run_on(sample, torch.zeros(size, dtype=torch.int64))
-        runs = [(every, count), (crowd, size), *zip(alone, map(len, parts), strict=True)]
+        like_one = tree_map(lambda leaf: leaf.like_first() if isinstance(leaf, Sample) else leaf, sample)
+        crowd = self._run_on(like_one, torch.zeros(size, dtype=torch.int64))
+        member = self._run_on(like_one, torch.arange(1))
+        runs = [(every, count), (crowd, size), (member, 1), *zip(alone, map(len, parts), strict=True)]
         if not every or any(len(results) != len(every) for results, _ in runs):
             return None
         places = tuple(
             _common_place([(results[number], shown) for results, shown in runs], first) for number in range(len(every))
         )
         pairs = [(every, count, some, results) for some, results in zip(parts, alone, strict=True)]
-        pairs.append((crowd, size, torch.arange(size), alone[-1]))
+        pairs.append((crowd, size, torch.arange(size), member))
         return places if all(_are_equal(*pair, first, places) for pair in pairs) else None
 
     def _run_on(self, sample: Any, places: torch.Tensor | None) -> list[torch.Tensor]:
@@ -192,6 +194,13 @@ class Sample:
         """Return the slice of some of the positions."""
         chosen = self.apart.index_select(self.dim, places.to(self.apart.device))
         return chosen.flatten(self.dim - 1, self.dim + 1)
+
+    def like_first(self) -> Sample:
+        """Return a sample of positions that are equal in all samples of the batch, and all other dims before them."""
+        first = self.apart
+        for dim in range(self.dim):
+            first = first.narrow(dim, 0, 1)
+        return Sample(first.expand_as(self.apart), self.dim)
 
     def apart_of(self, selected: torch.Tensor, count: int) -> torch.Tensor:
         """Return what has the shape of a selection of so many positions, with a dim of these."""
