@@ -336,16 +336,19 @@ def test_what_was_made_and_freed_before_the_first_step_is_not_reserved():
 
 def test_the_first_step_begins_what_is_reserved():
     counters = Counters(3, None)
-    large = torch.empty(2**24)
-    counters.memory._note(large.untyped_storage(), "empty")
-    del large
-    gc.collect()
-    assert counters.memory.reserved == 2**26
-    counters._begin_step()
-    assert counters.memory.reserved == 0
-    kept = torch.empty(2**24)
-    counters.memory._note(kept.untyped_storage(), "empty")
-    del kept
-    gc.collect()
-    counters._begin_step()  # what the first one has freed stays reserved
-    assert counters.memory.reserved == 2**26
+    try:
+        large = torch.empty(2**24)
+        counters.memory._note(large.untyped_storage(), "empty")
+        del large
+        gc.collect()
+        assert counters.memory.reserved == 2**26
+        counters._begin_step()
+        assert counters.memory.reserved == 0
+        kept = torch.empty(2**24)
+        counters.memory._note(kept.untyped_storage(), "empty")
+        del kept
+        gc.collect()
+        counters._begin_step()  # what the first one has freed stays reserved
+        assert counters.memory.reserved == 2**26
+    finally:
+        counters.phases.close()
