@@ -329,6 +329,9 @@ def _fit_sharding(case: Version2Case) -> dict[str, Any]:
     keeps_buffers = case.net == "buffered" or (case.shards_by == "function" and case.net == "averaging")
     if case.precision == "bf16" and keeps_buffers:
         values["precision"] = "autocast"
+    # PyTorch keeps gradients of such passes in bfloat16, and refuses them for a weight that two modules of a unit share.
+    if case.precision == "bf16" and case.net == "tied" and case.shards_by != "function":
+        values["without_sync"] = False
     if any(shard < 2 for _, shard, _, _ in case.degrees) and "HYBRID" in case.strategy:
         values["strategy"] = "script"
     # One flat parameter has one rate, and one answer to whether it trains.

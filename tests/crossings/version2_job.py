@@ -31,6 +31,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
+from smp_runtime.tensors.torch_private import name_without_wrappers
+
 if TYPE_CHECKING:
     from crossings.nets import Batch
 
@@ -239,12 +241,18 @@ class Version2Job(Version2Events):
         return {name: value.detach().clone().double() for name, value in self._full().items()}
 
     def _full(self) -> dict[str, torch.Tensor]:
+        """Return full state, with the first rank's buffers, as the file has it that this rank would write."""
         if self.case.shards_by == "function":
-            return gather_state(self.root)
-        with FullyShardedDataParallel.state_dict_type(
-            self.root, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
-        ):
-            return {name: value.clone() for name, value in self.root.state_dict().items()}
+            found = gather_state(self.root)
+        else:
+            with FullyShardedDataParallel.state_dict_type(
+                self.root, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
+            ):
+                found = {name: value.clone() for name, value in self.root.state_dict().items()}
+        for name in sorted(name_without_wrappers(name) for name, _ in self.root.named_buffers()):
+            if name in found:
+                dist.broadcast(found[name], 0)
+        return found
 
     def reload_state(self, step: int) -> None:
         """See :class:`Training`."""
