@@ -68,7 +68,7 @@ REFERENCES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and the reference job that must have equal losses.
+    """A job and its reference, whose losses it must equal.
 
     Attributes:
         model: its name in :data:`MODELS`.

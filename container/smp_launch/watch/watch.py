@@ -1,4 +1,4 @@
-"""The watch over a job's ranks: reads their records, and combines them if the ranks make no progress."""
+"""The hang watch: reads the ranks' records, and compares them if the ranks make no progress."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class SequenceLayout:
         return self.select(before, self.length - after, 1)[0] if before + after else self
 
     def followed_by(self, others: Sequence[SequenceLayout]) -> SequenceLayout | None:
-        """Return the layout of this slice and of others, each of which begins where the one before it ends; None if they do not."""
+        """Return the layout of this slice joined with later ones; None unless each begins where the last ends."""
         keys = [one.key for one in (self, *others)]
         if any(not isinstance(key, tuple) or key[0] != "slice" or key[4] != 1 for key in keys):
             return None

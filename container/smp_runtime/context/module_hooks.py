@@ -20,7 +20,7 @@ _Hook = Callable[..., Any]
 
 
 class _Gradients:
-    """The gradients of what a module gets or returns, of which some are sequences.
+    """The gradients of a module's inputs or outputs; some of them are sequences.
 
     Args:
         values: what it gets or returns.
@@ -57,7 +57,7 @@ class _Gradients:
 
 
 class SequenceBackwardHook(BackwardHook):
-    """The hooks around one call of a module; without sequences in it they are PyTorch's."""
+    """PyTorch's hooks around one call of a module, with the gradients of whole sequences."""
 
     def __init__(self, module: nn.Module, user_hooks: list[_Hook], user_pre_hooks: list[_Hook]) -> None:
         super().__init__(

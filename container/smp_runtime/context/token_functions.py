@@ -18,7 +18,7 @@ from smp_runtime.tensors.torch_private import tree_map
 
 
 class TokenFunction(Protocol):
-    """The class of a function of autograd whose results for a token are of that token alone.
+    """A class of autograd functions that are token-wise: a token's result depends on that token alone.
 
     Attributes:
         token_arguments: so many of the first arguments have tokens.

@@ -34,7 +34,7 @@ _LATEST = 1e11
 
 @dataclass(frozen=True)
 class _FolderSnapshot:
-    """What a folder was when it was looked into, as long as nothing has come into it or gone.
+    """A folder's state when it was last read; valid until an entry is added or removed.
 
     Attributes:
         stamp: device, number and time of the folder.

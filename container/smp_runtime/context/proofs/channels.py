@@ -274,7 +274,7 @@ def swap(sequence: ShardedSequence, channels: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Swap:
-    """A permutation of the ranks' elements, of which the way back is the adjoint."""
+    """A permutation of the ranks' elements; its inverse is its adjoint."""
 
     dim: int
     channels: int
