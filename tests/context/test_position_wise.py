@@ -303,6 +303,27 @@ def test_results_and_gradients_equal_the_whole(case):
         torch.testing.assert_close(mine, parameter.grad, atol=1e-12, rtol=1e-12)
 
 
+def test_a_capacity_shows_although_samples_of_the_batch_choose_different_experts():
+    net = Net(ExpertsWithRoom()).double()
+    with torch.no_grad():
+        net.first.weight.copy_(torch.eye(D)), net.first.bias.zero_()
+        net.middle.router.weight.zero_()[:, 0] = torch.tensor([1.0, -1.0])
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    x[0, :, 0], x[1, :, 0] = 20, -20  # more than the noise of a proof can turn
+    copies = [copy.deepcopy(net) for _ in range(2)]
+
+    def run(group):
+        model = copies[group.rank]
+        prepare(model.modules())
+        out = model(cut(x, group)).detach()
+        gathered = set(group.gathered)
+        return whole_of(out), gathered
+
+    for out, gathered in run_context(2, run):
+        torch.testing.assert_close(out, net(x).detach(), atol=1e-12, rtol=1e-12)
+        assert gathered
+
+
 def decaying_scan(x, gate, shared, decay, state=None, return_state=False):
     """Remember ``[batch, positions, channels]`` with a decay for each channel."""
     state = torch.zeros_like(x[:, 0]) if state is None else state
